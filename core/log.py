@@ -1,0 +1,34 @@
+"""Structured logs: one line an event, JSON where nobody watches, colours on a terminal.
+
+Never log prompts, answers or keys. Events are short nouns with fields: `log.info("worker.ready", id=...)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def configure(level: str, **bound: str) -> None:
+    """Set up logging for this process on stderr; `bound` fields stand on every line."""
+    tty = sys.stderr.isatty()
+    renderer = structlog.dev.ConsoleRenderer() if tty else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(**bound)
+
+
+def get(name: str) -> structlog.typing.FilteringBoundLogger:
+    return structlog.get_logger(room=name)

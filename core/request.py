@@ -1,0 +1,132 @@
+"""A request as the workers see it: token ids in, token deltas out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class PlanKind(StrEnum):
+    LOCAL = "local"
+    DISAGGREGATED = "disaggregated"
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Every value is final: the router has resolved defaults and the seed.
+
+    `stop_token_ids` is the whole set that ends a choice (end-of-sequence ids unless the client
+    asked to ignore them, plus its own). Stop *strings* are the router's business, it owns text.
+    `seed` is always set, so that (seed + choice index, position) decides each draw and a resumed
+    request draws the same again. `logprobs`: None = none, k = the chosen token and the k best.
+    """
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: frozenset[int] = frozenset()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTarget:
+    """The prefill worker that a plan names: where it listens and which life of it is meant."""
+
+    worker_id: str
+    address: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation on a decode worker.
+
+    `block_hashes`: hashes of the prompt's full blocks (`core.blocks`), made once by the router.
+    `epoch` counts the tries of the same request: a lease of an older try is void.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    block_hashes: tuple[bytes, ...] = ()
+    cache_salt: str = ""
+    prefill: PrefillTarget | None = None
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of one token under the raw distribution, and of the best ones there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Where a prompt's KV came from and what that took; reported once, with the first token.
+
+    Token counts add up to the prompt's length. `transfer_exposed_s` is the part of the pull after
+    the prefill worker's last commit, i.e. what computing did not hide. `remote_cached_tokens` is
+    the part of `remote_tokens` that the prefill worker did not have to compute.
+    """
+
+    cached_tokens: int = 0
+    remote_tokens: int = 0
+    remote_cached_tokens: int = 0
+    computed_tokens: int = 0
+    queue_s: float = 0.0
+    transfer_nbytes: int = 0
+    transfer_s: float = 0.0
+    transfer_exposed_s: float = 0.0
+    last_block_to_token_s: float = 0.0
+    prefill_s: float = 0.0
+    step_s: float = 0.0
+    source_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one choice after one step. The last one carries `finish_reason`."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    gathered: Gathered | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = field(default=())

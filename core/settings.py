@@ -1,0 +1,164 @@
+"""Every setting, declared once: defaults < TOML file (`--config`) < environment (`BATON_...`) < flags.
+
+The command line, the environment names, `baton config` and the docs are all made from this class.
+A setting is frozen; a change is a new value (`model_copy`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from core.errors import ConfigError
+
+ENV_PREFIX = "BATON_"
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
+_UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
+
+
+def parse_nbytes(value: object) -> object:
+    """`2GiB`, `500 MB`, `1048576` -> bytes. Leaves what it cannot read to the type check."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower().replace("_", "")
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        return value
+
+
+NBytes = Annotated[int, BeforeValidator(parse_nbytes)]
+
+
+class Settings(BaseModel):
+    """All settings of all processes. Names are the field's usual ones where such exist."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # model
+    model: str = Field("", description="GGUF file or Hugging Face directory; empty = the embedded model")
+    served_model_name: str = Field("", description="name in the API; empty = from the model's files")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="compute dtype")
+    kv_cache_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="KV dtype; auto = compute dtype"
+    )
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt + answer in tokens")
+    cache_dir: str = Field("~/.cache/baton", description="where converted weights are kept")
+
+    # engine
+    block_size: int = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
+    kv_cache_memory_bytes: NBytes = Field(2**30, ge=1, description="bytes of the KV pool of one worker")
+    num_blocks: int | None = Field(None, ge=1, description="blocks of the KV pool, instead of bytes")
+    max_num_seqs: int = Field(64, ge=1, description="sequences running at once")
+    max_num_batched_tokens: int = Field(256, ge=1, description="token budget of one step")
+    max_waiting: int = Field(1024, ge=1, description="requests a worker queues before it says busy")
+    enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
+
+    # workers
+    role: Literal["prefill", "decode"] = Field("decode", description="pool this worker advertises")
+    worker_id: str = Field("", description="stable name of a worker; empty = role and port")
+    listen: str = Field("127.0.0.1:0", description="host:port of a worker's gRPC server; port 0 = any")
+    advertise: str = Field("", description="host:port others reach it at; empty = the listening one")
+    probe_port: int = Field(0, ge=0, le=65535, description="HTTP port of /health /ready /metrics; 0 = any")
+    cpu_threads: int | None = Field(None, ge=1, description="compute threads; default: cores of the affinity")
+    cpu_affinity: str = Field("", description="cores such as 0,2-3; empty = all this process may use")
+
+    # handoff
+    transport: Literal["auto", "shm", "nixl"] = Field("auto", description="how KV bytes move")
+    lease_s: float = Field(20.0, gt=0, description="how long prefilled blocks wait without a sign of life")
+    source_timeout_s: float = Field(60.0, gt=0, description="longest silence of a prefill worker")
+    min_remote_tokens: int = Field(64, ge=0, description="fewer tokens than this are always computed here")
+
+    # router and launcher
+    host: str = Field("127.0.0.1", description="address the router listens on")
+    port: int = Field(8000, ge=0, le=65535, description="port the router listens on; 0 = any")
+    discovery: str = Field("", description="where workers are: static://host:port,host:port")
+    prefill: int = Field(1, ge=0, description="prefill workers that `baton serve` starts")
+    decode: int = Field(1, ge=1, description="decode workers that `baton serve` starts")
+    restart_workers: bool = Field(True, description="`baton serve` starts a dead worker again")
+    start_timeout_s: float = Field(300.0, gt=0, description="longest start-up of one process")
+    api_key: str = Field("", description="key that clients must send; empty = none")
+    max_body_bytes: NBytes = Field(8 * 2**20, ge=1, description="largest request body")
+    max_concurrent_requests: int = Field(1024, ge=1, description="requests in the router before it says busy")
+    request_timeout_s: float = Field(600.0, gt=0, description="longest time a request may take")
+    step_timeout_s: float = Field(30.0, gt=0, description="a worker silent for longer is not ready")
+    special_tokens_in_chat: bool = Field(
+        False, description="let control tokens written in chat messages act as control tokens"
+    )
+    drain_timeout_s: float = Field(30.0, ge=0, description="how long running requests may finish at exit")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    faults: str = Field("", description="fault points for tests: name[@count]=raise|delay:SECONDS")
+
+
+class Origin(BaseModel):
+    """Where an effective value came from: `default`, `file PATH`, `environment NAME` or `flag --x`."""
+
+    model_config = ConfigDict(frozen=True)
+    value: Any
+    source: str
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    config: str | None = None,
+) -> tuple[Settings, dict[str, Origin]]:
+    """Merge the four levels. `flags` holds only those given.
+
+    Raises ConfigError for an unknown key (naming the nearest known one), an unreadable file or a
+    value of the wrong kind.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    path = config or environ.get(ENV_PREFIX + "CONFIG")
+    if path:
+        for key, value in _read_toml(path).items():
+            name = key.replace("-", "_")
+            values[name], sources[name] = value, f"file {path}"
+            _known(name, f"{path}: {key}")
+    for key, value in environ.items():
+        if key.startswith(ENV_PREFIX) and key not in NOT_SETTINGS:
+            name = key.removeprefix(ENV_PREFIX).lower()
+            _known(name, f"environment variable {key}")
+            values[name], sources[name] = value, f"environment {key}"
+    for name, value in (flags or {}).items():
+        values[name], sources[name] = value, f"flag --{name.replace('_', '-')}"
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise ConfigError(f"{sources.get(name, name)}: {first['msg']} (got {first['input']!r})") from None
+    return settings, {
+        name: Origin(value=getattr(settings, name), source=sources.get(name, "default"))
+        for name in Settings.model_fields
+    }
+
+
+NOT_SETTINGS = {ENV_PREFIX + "CONFIG", ENV_PREFIX + "SHARED"}
+
+
+def _known(name: str, where: str) -> None:
+    if name in Settings.model_fields:
+        return
+    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(Settings.model_fields))}"
+    raise ConfigError(f"{where} is not a setting{hint}")
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the settings file {path} is not valid TOML: {error}") from None

@@ -1,0 +1,144 @@
+"""Messages <-> core values. The only place that knows both."""
+
+from __future__ import annotations
+
+from core.kv import Fingerprint
+from core.request import (
+    FinishReason,
+    Gathered,
+    PrefillTarget,
+    Request,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
+from wire.v1 import generation_pb2 as gen
+from wire.v1 import kv_pb2 as kv
+
+
+def fingerprint_to_wire(value: Fingerprint) -> kv.Fingerprint:
+    return kv.Fingerprint(**value.as_dict())  # type: ignore[arg-type]
+
+
+def fingerprint_from_wire(message: kv.Fingerprint) -> Fingerprint:
+    return Fingerprint(**{name: getattr(message, name) for name in Fingerprint.__dataclass_fields__})
+
+
+def request_to_wire(request: Request) -> gen.Start:
+    s = request.sampling
+    sampling = gen.Sampling(
+        max_tokens=s.max_tokens,
+        seed=s.seed,
+        min_tokens=s.min_tokens,
+        n=s.n,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        repetition_penalty=s.repetition_penalty,
+        stop_token_ids=sorted(s.stop_token_ids),
+        logit_bias=dict(s.logit_bias),
+        logprobs=s.logprobs,
+        prompt_logprobs=s.prompt_logprobs,
+    )
+    target = request.prefill
+    return gen.Start(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        block_hashes=request.block_hashes,
+        cache_salt=request.cache_salt,
+        sampling=sampling,
+        prefill=None
+        if target is None
+        else gen.PrefillTarget(
+            worker_id=target.worker_id, address=target.address, incarnation=target.incarnation
+        ),
+        epoch=request.epoch,
+    )
+
+
+def request_from_wire(message: gen.Start) -> Request:
+    s = message.sampling
+    sampling = SamplingParams(
+        max_tokens=s.max_tokens,
+        seed=s.seed,
+        min_tokens=s.min_tokens,
+        n=s.n,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        repetition_penalty=s.repetition_penalty,
+        stop_token_ids=frozenset(s.stop_token_ids),
+        logit_bias=tuple(sorted(s.logit_bias.items())),
+        logprobs=s.logprobs if s.HasField("logprobs") else None,
+        prompt_logprobs=s.prompt_logprobs,
+    )
+    target = None
+    if message.HasField("prefill"):
+        p = message.prefill
+        target = PrefillTarget(p.worker_id, p.address, p.incarnation)
+    return Request(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling,
+        block_hashes=tuple(message.block_hashes),
+        cache_salt=message.cache_salt,
+        prefill=target,
+        epoch=message.epoch,
+    )
+
+
+def _logprob_to_wire(value: TokenLogprob | None) -> gen.TokenLogprob:
+    if value is None:
+        return gen.TokenLogprob()
+    return gen.TokenLogprob(
+        token_id=value.token_id,
+        logprob=value.logprob,
+        top_ids=[token for token, _ in value.top],
+        top_logprobs=[logprob for _, logprob in value.top],
+    )
+
+
+def _logprob_from_wire(message: gen.TokenLogprob) -> TokenLogprob | None:
+    if not message.HasField("token_id"):
+        return None
+    top = tuple(zip(message.top_ids, message.top_logprobs, strict=True))
+    return TokenLogprob(message.token_id, message.logprob, top)
+
+
+def delta_to_wire(delta: TokenDelta) -> gen.Delta:
+    return gen.Delta(
+        request_id=delta.request_id,
+        index=delta.index,
+        token_ids=delta.token_ids,
+        logprobs=[_logprob_to_wire(value) for value in delta.logprobs],
+        finish_reason=delta.finish_reason or "",
+        gathered=None if delta.gathered is None else _gathered_to_wire(delta.gathered),
+        prompt_logprobs=[_logprob_to_wire(value) for value in delta.prompt_logprobs],
+    )
+
+
+def delta_from_wire(message: gen.Delta) -> TokenDelta:
+    logprobs = (_logprob_from_wire(value) for value in message.logprobs)
+    return TokenDelta(
+        request_id=message.request_id,
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(value for value in logprobs if value is not None),
+        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        gathered=_gathered_from_wire(message.gathered) if message.HasField("gathered") else None,
+        prompt_logprobs=tuple(_logprob_from_wire(value) for value in message.prompt_logprobs),
+    )
+
+
+def _gathered_to_wire(value: Gathered) -> gen.Gathered:
+    return gen.Gathered(**{name: getattr(value, name) for name in Gathered.__dataclass_fields__})
+
+
+def _gathered_from_wire(message: gen.Gathered) -> Gathered:
+    return Gathered(**{name: getattr(message, name) for name in Gathered.__dataclass_fields__})
