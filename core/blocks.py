@@ -40,6 +40,13 @@ class BlockHasher:
         self._tail: array[int] = array("I")
         self.hashes: list[bytes] = []
 
+    def copy(self) -> BlockHasher:
+        """An independent hasher at the same place, for a fork of the sequence."""
+        other = object.__new__(BlockHasher)
+        other._block_size, other._last = self._block_size, self._last
+        other._tail, other.hashes = self._tail[:], list(self.hashes)
+        return other
+
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Append tokens; returns the hashes of blocks that became full through them."""
         self._tail.extend(token_ids)

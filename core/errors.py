@@ -1,22 +1,22 @@
 """The error tree, named for what the caller can do about it.
 
-    BatonError
-    ├── ConfigError              fix the command line, file or model; processes exit 2 with the sentence
-    ├── RequestError             the client must change the request (HTTP 4xx, never retried, never a fault)
-    │   ├── InvalidParameter         400, names the parameter
-    │   ├── ContextLengthExceeded    400, names both numbers
-    │   ├── NotFound                 404
-    │   ├── PayloadTooLarge          413
-    │   └── Unauthorized             401
-    ├── Overloaded               429, come back after `retry_after_s`; busy is not broken
-    ├── Unavailable              503, nobody can answer this now
-    ├── WorkerLost               a worker died, hung or was cut off while it held the request
-    ├── EngineFault              the engine raised in a step; the request that it hit is over
-    └── SourceFailed             a block source did not deliver: always a miss, never shown to a client
-        ├── LeaseLost                lease ended, expired or has another epoch
-        ├── ChecksumMismatch         the bytes read are not the bytes published
-        ├── PeerLost                 the other process or the link is gone
-        └── IncompatiblePeer         fingerprints differ; names the field and both values
+BatonError
+├── ConfigError              fix the command line, file or model; processes exit 2 with the sentence
+├── RequestError             the client must change the request (HTTP 4xx, never retried, never a fault)
+│   ├── InvalidParameter         400, names the parameter
+│   ├── ContextLengthExceeded    400, names both numbers
+│   ├── NotFound                 404
+│   ├── PayloadTooLarge          413
+│   └── Unauthorized             401
+├── Overloaded               429, come back after `retry_after_s`; busy is not broken
+├── Unavailable              503, nobody can answer this now
+├── WorkerLost               a worker died, hung or was cut off while it held the request
+├── EngineFault              the engine raised in a step; the request that it hit is over
+└── SourceFailed             a block source did not deliver: always a miss, never shown to a client
+    ├── LeaseLost                lease ended, expired or has another epoch
+    ├── ChecksumMismatch         the bytes read are not the bytes published
+    ├── PeerLost                 the other process or the link is gone
+    └── IncompatiblePeer         fingerprints differ; names the field and both values
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Processes: routers and workers, their servers and their lives."""

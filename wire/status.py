@@ -59,7 +59,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> BatonError:
 
     A call that never reached a handler of ours (refused, reset, timed out) is PeerLost.
     """
-    metadata = {key: value for key, value in (error.trailing_metadata() or ())}
+    metadata = dict(error.trailing_metadata() or ())
     code = metadata.get("baton-code")
     if code:
         return rebuild(str(code), error.details() or "", str(metadata.get("baton-param", "")) or None)

@@ -1,0 +1,1 @@
+"""The decode role: gather a prompt's blocks from their sources, then generate."""

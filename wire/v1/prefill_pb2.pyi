@@ -30,22 +30,20 @@ class ConnectReply(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., offers: _Optional[_Iterable[_Union[_kv_pb2.TransportOffer, _Mapping]]] = ...) -> None: ...
 
 class RunRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "incarnation", "token_ids", "block_hashes", "first_block", "transport")
+    __slots__ = ("transfer_id", "epoch", "incarnation", "token_ids", "cache_salt", "first_block")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     incarnation: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    cache_salt: str
     first_block: int
-    transport: str
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., first_block: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class RunEvent(_message.Message):
     __slots__ = ("accepted", "ready")

@@ -1,0 +1,281 @@
+"""One worker's engine. A step is three verbs: schedule, run, advance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from core import faults, log
+from core.clock import Clock, monotonic
+from core.errors import BatonError, EngineFault
+from core.request import FinishReason, Gathered, TokenDelta, TokenLogprob
+from engine import batch, sampler
+from engine.messages import (
+    Abort,
+    Add,
+    AddPrefill,
+    BlocksArrived,
+    Command,
+    EngineStats,
+    Event,
+    Failed,
+    LoadFinished,
+    LoadReport,
+    Quiet,
+)
+from engine.sampler import Draw
+from engine.scheduler import Chunk, Scheduler, StepPlan
+from engine.sequence import Sequence as Seq
+
+_log = log.get("engine")
+
+
+class Runner(Protocol):
+    """What the engine needs of a model: see `engine.runner.ModelRunner`."""
+
+    def run(self, work: batch.Batch) -> torch.Tensor:
+        """fp32 logits `[rows, vocab]` in chunk order; writes K/V of all tokens into the pool."""
+        ...
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Copy one whole block inside the pool."""
+        ...
+
+
+class Engine:
+    """Joins scheduler, model and sampler. Not thread-safe: `engine.loop` owns it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        emit: Callable[[list[Event]], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        self.scheduler, self._runner, self._emit, self._clock = scheduler, runner, emit, clock
+        self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.steps = self.step_failures = 0
+        self.decode_step_s = 0.0
+
+    def handle(self, command: Command) -> None:
+        """Apply one command; what follows from it is emitted at once or with the next step."""
+        scheduler, failed = self.scheduler, None
+        match command:
+            case Add(request):
+                failed = scheduler.add(request)
+            case AddPrefill(job):
+                failed = scheduler.add_prefill(job)
+            case Abort(request_id, index):
+                scheduler.abort(request_id, index)
+                if index is None:
+                    self._prompt_logprobs.pop(request_id, None)
+            case BlocksArrived(request_id, count):
+                scheduler.blocks_arrived(request_id, count)
+            case LoadFinished(request_id, report):
+                scheduler.load_finished(request_id, report)
+            case Quiet(block_ids):
+                scheduler.pool.quiet(block_ids)
+        if failed:
+            self._emit([failed])
+
+    def step(self) -> bool:
+        """Run one step; False when there was nothing to compute."""
+        plan = self.scheduler.schedule()
+        if plan.events:
+            self._emit(plan.events)
+        if not plan.chunks:
+            return False
+        started = self._clock()
+        try:
+            logits = self._run(plan)
+            events = self._advance(plan, logits)
+        except Exception as error:
+            events = self._fail(plan, error)
+        took = self._clock() - started
+        if all(chunk.count == 1 for chunk in plan.chunks):
+            self.decode_step_s += 0.2 * (took - self.decode_step_s) if self.decode_step_s else took
+        self.steps += 1
+        if events:
+            self._emit(events)
+        return True
+
+    def stats(self) -> EngineStats:
+        s, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            total_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            quarantined_blocks=pool.num_quarantined,
+            running=len(s.running),
+            waiting=len(s.waiting),
+            loading=len(s.loading),
+            held=len(s.held),
+            steps=self.steps,
+            step_s=self.decode_step_s,
+            preemptions=s.num_preempted,
+            prefix_queries=s.num_queried,
+            prefix_hits=s.num_hit,
+            evicted_blocks=pool.num_evicted,
+            step_failures=self.step_failures,
+            hash_mismatches=s.num_hash_mismatches,
+        )
+
+    # ---- run
+
+    def _run(self, plan: StepPlan) -> torch.Tensor:
+        for src, dst in plan.copies:
+            self._runner.copy_block(src, dst)
+        faults.hit("engine.step")
+        return self._runner.run(
+            batch.Batch.build(
+                [self._as_batch_chunk(chunk) for chunk in plan.chunks],
+                self.scheduler.limits.block_size,
+            )
+        )
+
+    def _as_batch_chunk(self, chunk: Chunk) -> batch.Chunk:
+        seq, end = chunk.seq, chunk.start + chunk.count
+        logits_from = chunk.count - 1 if chunk.sample else None
+        if seq.request and seq.sampling.prompt_logprobs and seq.num_output == 0:
+            logits_from = 0
+        return batch.Chunk(seq.tokens[chunk.start : end], chunk.start, seq.block_table, logits_from)
+
+    # ---- advance
+
+    def _advance(self, plan: StepPlan, logits: torch.Tensor) -> list[Event]:
+        now, events, row = self._clock(), [], 0
+        draws: list[Draw] = []
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            if seq.request and seq.sampling.prompt_logprobs and seq.num_output == 0:
+                self._keep_prompt_logprobs(chunk, logits[row : row + chunk.count])
+                row += chunk.count
+            elif chunk.sample:
+                row += 1
+            if chunk.sample and seq.sampling.max_tokens > 0:
+                draws += [Draw(row - 1, seq, i) for i in self._indices(seq)]
+        chosen = sampler.sample(logits, draws)
+        for chunk in plan.chunks:
+            events += self.scheduler.computed(chunk, now)
+        at = 0
+        for seq in (chunk.seq for chunk in plan.chunks if chunk.sample):
+            if seq.sampling.max_tokens == 0:
+                events += self._finish_empty(seq, now)
+                continue
+            first = seq.num_output == 0
+            for choice in self.scheduler.fork(seq):
+                token_id, logprob = chosen[at]
+                at += 1
+                events.append(self._append(choice, token_id, logprob, now if first else None))
+                first = False
+        return events
+
+    @staticmethod
+    def _indices(seq: Seq) -> Sequence[int]:
+        return range(seq.width) if seq.width > 1 else (seq.index,)
+
+    def _append(
+        self, seq: Seq, token_id: int, logprob: TokenLogprob | None, first_at: float | None
+    ) -> TokenDelta:
+        params, request = seq.sampling, seq.request
+        assert request is not None
+        seq.append(token_id)
+        finish = None
+        if token_id in params.stop_token_ids:
+            finish = FinishReason.STOP
+        elif seq.num_output >= params.max_tokens:
+            finish = FinishReason.LENGTH
+        gathered, prompt = None, ()
+        if first_at is not None:
+            gathered, prompt = self._gathered(seq, first_at), self._take_prompt_logprobs(seq)
+        if finish:
+            self.scheduler.finish(seq)
+        return TokenDelta(
+            request.request_id,
+            seq.index,
+            (token_id,),
+            (logprob,) if logprob else (),
+            finish,
+            gathered,
+            prompt,
+        )
+
+    def _finish_empty(self, seq: Seq, now: float) -> list[Event]:
+        """max_tokens 0: the client wanted only its prompt's log probabilities."""
+        assert seq.request is not None
+        gathered, prompt = self._gathered(seq, now), self._take_prompt_logprobs(seq)
+        events: list[Event] = []
+        for choice in self.scheduler.fork(seq):
+            first = choice is seq
+            events.append(
+                TokenDelta(
+                    seq.request.request_id,
+                    choice.index,
+                    finish_reason=FinishReason.LENGTH,
+                    gathered=gathered if first else None,
+                    prompt_logprobs=prompt if first else (),
+                )
+            )
+            self.scheduler.finish(choice)
+        return events
+
+    def _gathered(self, seq: Seq, now: float) -> Gathered:
+        assert seq.request is not None
+        assert seq.first_scheduled_s is not None
+        report = self.scheduler.reports.pop(seq.request.request_id, None) or LoadReport(0)
+        return Gathered(
+            cached_tokens=seq.num_cached,
+            remote_tokens=seq.num_remote,
+            remote_cached_tokens=self._remote_cached(seq, report),
+            computed_tokens=seq.num_prompt - seq.num_cached - seq.num_remote,
+            queue_s=seq.first_scheduled_s - seq.arrived_s,
+            transfer_nbytes=report.nbytes,
+            transfer_s=report.transfer_s,
+            transfer_exposed_s=report.exposed_s,
+            last_block_to_token_s=now - report.last_block_at if report.last_block_at else 0.0,
+            prefill_s=now - seq.first_scheduled_s,
+            step_s=self.decode_step_s,
+            source_error=report.error,
+        )
+
+    def _remote_cached(self, seq: Seq, report: LoadReport) -> int:
+        """Of the tokens that came from the peer, those it did not compute either."""
+        beyond = report.remote_cached_blocks * self.scheduler.limits.block_size - seq.num_cached
+        return max(0, min(seq.num_remote, beyond))
+
+    # ---- prompt log probabilities
+
+    def _keep_prompt_logprobs(self, chunk: Chunk, rows: torch.Tensor) -> None:
+        """Rows predict the tokens after each position of the chunk, as far as they are prompt."""
+        seq = chunk.seq
+        assert seq.request is not None
+        following = seq.tokens[chunk.start + 1 : chunk.start + chunk.count + 1]
+        kept = sampler.prompt_logprobs(rows[: len(following)], following, seq.sampling.logprobs or 0)
+        so_far = self._prompt_logprobs.setdefault(seq.request.request_id, [])
+        del so_far[chunk.start :]  # a preempted prompt starts over
+        so_far += kept
+
+    def _take_prompt_logprobs(self, seq: Seq) -> tuple[TokenLogprob | None, ...]:
+        assert seq.request is not None
+        kept = self._prompt_logprobs.pop(seq.request.request_id, None)
+        return (None, *kept) if kept is not None else ()
+
+    # ---- faults
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
+        """The step broke: its requests are over, everybody else goes on."""
+        self.step_failures += 1
+        _log.error("engine.step_failed", error=repr(error), exc_info=error)
+        known = error if isinstance(error, BatonError) else None
+        failed: dict[str, Event] = {}
+        for chunk in plan.chunks:
+            request_id = chunk.seq.request.request_id if chunk.seq.request else chunk.seq.seq_id
+            fault = known or EngineFault(
+                f"the engine failed in a step ({type(error).__name__}); try again"
+            )
+            failed[request_id] = Failed(request_id, fault)
+            self.scheduler.abort(request_id)
+            self._prompt_logprobs.pop(request_id, None)
+        return list(failed.values())

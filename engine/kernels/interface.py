@@ -1,0 +1,63 @@
+"""What a model asks of a kernel set; one set per kind of machine, the model never knows which.
+
+All matrices are row-major, all rows are the tokens of a `Batch` (T of them). Compute dtype is that
+of the weights; normalisation, rotary, softmax and every sum run in fp32 inside. The twins in
+`engine.kernels.reference` say exactly what each call means.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from engine.batch import Batch
+from engine.kv_cache import KVCache
+
+
+class Kernels(Protocol):
+    """Called under `torch.inference_mode`, from one thread at a time."""
+
+    name: str
+
+    def plan(self, batch: Batch, cache: KVCache) -> Any:
+        """Work out once per step what `attention` needs in every layer; passed back to it as is."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, in] times weight [out, in] transposed, in x's dtype."""
+        ...
+
+    def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Like `linear`, but fp32 out."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [T, hidden] normalised over the last dim."""
+        ...
+
+    def add_rms_norm(
+        self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add `delta` to `residual` IN PLACE, then return its RMS norm. Both [T, hidden]."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * n] -> silu(first half) * second half, [T, n]."""
+        ...
+
+    def rope_and_store(
+        self, qkv: torch.Tensor, rope: torch.Tensor, batch: Batch, cache: KVCache, layer: int
+    ) -> None:
+        """Rotate q and k inside qkv [T, (heads + 2 * kv heads) * head_dim] IN PLACE, then write k and v
+        into `cache` at `batch.slots`. `rope`: fp32 [positions, 2, head_dim / 2], cosines then sines.
+        """
+        ...
+
+    def attention(self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: Any) -> torch.Tensor:
+        """Causal attention of every row over its sequence's cached tokens, [T, heads * head_dim].
+
+        Call after `rope_and_store` of the same layer. Slots past a sequence's end may hold anything,
+        NaN included, and never reach the result.
+        """
+        ...

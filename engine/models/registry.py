@@ -1,0 +1,19 @@
+"""Which class runs which architecture."""
+
+from __future__ import annotations
+
+from core.errors import ConfigError
+from engine.models.llama import Llama
+
+MODELS: dict[str, type[Llama]] = {"LlamaForCausalLM": Llama}
+"""Keys are Hugging Face architecture names; GGUF files are given the matching one when opened."""
+
+
+def model_class(architecture: str) -> type[Llama]:
+    """Raises ConfigError, listing what is known, for an architecture that no class runs."""
+    try:
+        return MODELS[architecture]
+    except KeyError:
+        raise ConfigError(
+            f"architecture {architecture!r} is not supported; known: {', '.join(sorted(MODELS))}"
+        ) from None

@@ -1,0 +1,155 @@
+"""From logits to tokens: penalties, temperature, top-k, top-p, min-p, log probabilities.
+
+The draw for a position is a function of (seed, position) alone, so that a request that was preempted
+or moved to another worker draws the same tokens again. All probabilities are computed in fp32 and
+summed in fp64. Order: bias and penalties, stop ids masked below min_tokens, temperature, top-k,
+top-p, min-p. Log probabilities are those of the raw distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from core.request import SamplingParams, TokenLogprob
+from engine.sequence import Sequence
+
+_HEAD = 1024
+"""Top-p looks at this many best tokens first; sorting the whole vocabulary is seldom needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to choose: from logits row `row`, for choice `index` of `seq`."""
+
+    row: int
+    seq: Sequence
+    index: int
+
+
+@dataclass(slots=True)
+class _TokenCounts:
+    """What penalties look at, kept up to date with the sequence's tokens."""
+
+    seen: torch.Tensor  # bool [vocab]: prompt or output
+    output: torch.Tensor  # fp32 [vocab]: occurrences in the output
+    num_counted: int
+
+
+def sample(logits: torch.Tensor, draws: Seq[Draw]) -> list[tuple[int, TokenLogprob | None]]:
+    """Choose a token per draw from fp32 `logits` `[rows, vocab]`; logits are not changed."""
+    chosen: list[int] = [-1] * len(draws)
+    plain = [i for i, draw in enumerate(draws) if _is_plain(draw)]
+    if plain:
+        best = logits[[draws[i].row for i in plain]].argmax(dim=-1).tolist()
+        for i, token_id in zip(plain, best, strict=True):
+            chosen[i] = token_id
+    for i, draw in enumerate(draws):
+        if chosen[i] < 0:
+            chosen[i] = _choose(logits[draw.row], draw)
+    return [
+        (token_id, None if d.seq.sampling.logprobs is None else _logprob(logits[d.row], token_id, d.seq))
+        for token_id, d in zip(chosen, draws, strict=True)
+    ]
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: Seq[int], count: int) -> list[TokenLogprob]:
+    """Log probabilities of `token_ids` `[n]`, each under the row of `logits` `[n, vocab]` before it."""
+    return [logprob_of(row, token_id, count) for row, token_id in zip(logits, token_ids, strict=True)]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but (seed, position): Philox 4x64, counter-based."""
+    bits = np.random.Philox(key=seed % 2**64, counter=[position, 0, 0, 0])
+    return float(np.random.Generator(bits).random())
+
+
+def _is_plain(draw: Draw) -> bool:
+    params = draw.seq.sampling
+    below_min = draw.seq.num_output < params.min_tokens
+    return params.greedy and not params.has_penalties and not params.logit_bias and not below_min
+
+
+def _choose(logits: torch.Tensor, draw: Draw) -> int:
+    params, seq = draw.seq.sampling, draw.seq
+    logits = logits.clone()
+    for token_id, bias in params.logit_bias:
+        logits[token_id] += bias
+    if params.has_penalties:
+        _penalize(logits, seq, params)
+    if seq.num_output < params.min_tokens and params.stop_token_ids:
+        logits[list(params.stop_token_ids)] = -torch.inf
+    if params.greedy:
+        return int(logits.argmax())
+    return _draw(logits / params.temperature, params, uniform(params.seed + draw.index, len(seq.tokens)))
+
+
+def _penalize(logits: torch.Tensor, seq: Sequence, params: SamplingParams) -> None:
+    """Repetition counts prompt and output, once a token; presence and frequency the output only."""
+    counts = seq.penalties
+    if not isinstance(counts, _TokenCounts):
+        seen = torch.zeros(logits.shape[0], dtype=torch.bool)
+        seen[torch.tensor(seq.tokens[: seq.num_prompt])] = True
+        counts = _TokenCounts(seen, torch.zeros(logits.shape[0]), seq.num_prompt)
+        seq.penalties = counts
+    for token_id in seq.tokens[counts.num_counted :]:
+        counts.seen[token_id] = True
+        counts.output[token_id] += 1
+    counts.num_counted = len(seq.tokens)
+    if params.repetition_penalty != 1.0:
+        hit = logits[counts.seen]
+        logits[counts.seen] = torch.where(
+            hit > 0, hit / params.repetition_penalty, hit * params.repetition_penalty
+        )
+    logits -= params.frequency_penalty * counts.output
+    logits -= params.presence_penalty * (counts.output > 0)
+
+
+def _draw(scaled: torch.Tensor, params: SamplingParams, u: float) -> int:
+    """Inverse transform sampling over what the filters leave."""
+    if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
+        cumulative = torch.softmax(scaled, dim=-1).double().cumsum(0)
+        return min(int(torch.searchsorted(cumulative, u * cumulative[-1], right=True)), len(scaled) - 1)
+    probs = torch.softmax(scaled, dim=-1)
+    best, ids = _filtered(probs, params)
+    cumulative = best.double().cumsum(0)
+    at = min(int(torch.searchsorted(cumulative, u * cumulative[-1], right=True)), len(best) - 1)
+    return int(ids[at])
+
+
+def _filtered(probs: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kept probabilities, largest first, and their token ids."""
+    vocab = len(probs)
+    width = min(params.top_k, vocab) if params.top_k > 0 else min(_HEAD, vocab)
+    best, ids = torch.topk(probs, width)
+    if params.top_k <= 0 and width < vocab and not _head_suffices(best, params):
+        best, ids = torch.sort(probs, descending=True, stable=True)
+    # top-p is a share of what top-k left (renormalized), as in the usual chain of filters.
+    total = best.double().sum() if params.top_k > 0 else 1.0
+    before = best.double().cumsum(0) - best
+    keep = (before < params.top_p * total) & (best >= params.min_p * best[0])
+    keep[0] = True
+    return best[keep], ids[keep]
+
+
+def _head_suffices(best: torch.Tensor, params: SamplingParams) -> bool:
+    by_top_p = params.top_p < 1.0 and float(best.double().sum()) >= params.top_p
+    by_min_p = params.min_p > 0.0 and float(best[-1]) < params.min_p * float(best[0])
+    return by_top_p or by_min_p
+
+
+def _logprob(logits: torch.Tensor, token_id: int, seq: Sequence) -> TokenLogprob:
+    return logprob_of(logits, token_id, seq.sampling.logprobs or 0)
+
+
+def logprob_of(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprob:
+    """Raw log probability of `token_id` and of the `count` best tokens of one row `[vocab]`."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        best, ids = torch.topk(logprobs, count)
+        top = tuple(zip(ids.tolist(), best.tolist(), strict=True))
+    return TokenLogprob(token_id, float(logprobs[token_id]), top)

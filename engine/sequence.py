@@ -1,0 +1,115 @@
+"""One sequence: its tokens, its blocks, and how far it has been computed.
+
+    tokens        | prompt ............................ | output ... |
+    num_computed  |=========================>
+    block_table   | b0 | b1 | b2 | b3 | ...      covers at least num_computed tokens
+    num_committed   full blocks whose hash stands in the pool's prefix cache
+
+The KV of the last token is not computed before that token is fed in; `num_to_compute` of a decoding
+sequence is therefore 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from core.blocks import BlockHasher
+from core.request import Request, SamplingParams
+
+
+class State(Enum):
+    WAITING = "waiting"
+    LOADING = "loading"  # blocks are arriving from a source
+    RUNNING = "running"
+    HELD = "held"  # built here, leased to a peer
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """Blocks that a peer wants built: `token_ids` fill whole blocks; nothing is sampled."""
+
+    job_id: str
+    token_ids: tuple[int, ...]
+    cache_salt: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One choice of a request, or a prefill job (`request` is None then)."""
+
+    seq_id: str
+    tokens: list[int]
+    num_prompt: int
+    hasher: BlockHasher
+    order: int
+    arrived_s: float
+    request: Request | None = None
+    index: int = 0
+    state: State = State.WAITING
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_committed: int = 0
+    num_passed_over: int = 0
+    num_published: int = 0
+    first_scheduled_s: float | None = None
+    num_cached: int = 0
+    num_remote: int = 0
+    wants_remote: bool = False
+    aborted: bool = False
+    num_emitted: int = 0
+    penalties: object | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        assert self.request is not None
+        return self.request.sampling
+
+    @property
+    def is_prefill_job(self) -> bool:
+        return self.request is None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        return not self.is_prefill_job and self.num_output > 0 and self.num_to_compute == 1
+
+    @property
+    def width(self) -> int:
+        """How many sequences this one may become: n before the prompt's end, 1 afterwards."""
+        if self.request is None or self.num_output > 0 or self.index > 0:
+            return 1
+        return self.request.sampling.n
+
+    def append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        self.hasher.extend((token_id,))
+
+    def fork(self, index: int, order: int) -> Sequence:
+        """Another choice over the same prompt and the same blocks (the caller counts references)."""
+        assert self.request is not None
+        return Sequence(
+            seq_id=f"{self.request.request_id}/{index}",
+            tokens=list(self.tokens),
+            num_prompt=self.num_prompt,
+            hasher=self.hasher.copy(),
+            order=order,
+            arrived_s=self.arrived_s,
+            request=self.request,
+            index=index,
+            state=self.state,
+            block_table=list(self.block_table),
+            num_computed=self.num_computed,
+            num_committed=self.num_committed,
+            first_scheduled_s=self.first_scheduled_s,
+            num_cached=self.num_cached,
+            num_remote=self.num_remote,
+        )

@@ -1,0 +1,227 @@
+"""The verified pull: read on the one transfer thread, then lease, then checksums.
+
+    event loop                          transfer thread
+    ----------                          ---------------
+    pull: ledger.begin, queue  ----->   lease.check           still worth reading?
+                                        fault transfer.read
+                                        pool.read
+                                        fault transfer.verify
+                                        lease.check           were the blocks ours until the end?
+    ledger.end, result         <-----   checksum of our bytes are they what was announced?
+
+The order matters: a READ of re-used memory succeeds silently. Whoever awaits `pull` may be cancelled;
+the read goes on, and its operation in the ledger ends only when it really ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from core import faults
+from core.clock import Clock, monotonic
+from core.errors import ChecksumMismatch, PeerLost, SourceFailed
+from core.log import get
+from kvtransfer.checksum import checksum
+from kvtransfer.leases import LeaseView
+from kvtransfer.ledger import Ledger, Operation
+from kvtransfer.transport import PeerPool, ReadPending
+
+_DRAIN_POLL_S = 0.01
+
+log = get("kvtransfer")
+
+
+@dataclass(frozen=True, slots=True)
+class PullStats:
+    """`seconds`: reading and verifying, without the wait for the transfer thread."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class PullCounters:
+    """Totals of successful pulls, and failed ones by `SourceFailed.code`."""
+
+    pulls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    pool: PeerPool
+    remote_ids: Sequence[int]
+    local_ids: Sequence[int]
+    checksums: Sequence[int]
+    lease: LeaseView
+    operation: Operation
+    result: asyncio.Future[PullStats]
+
+
+class Puller:
+    """Owns the transfer thread of one worker; at most `limit` pulls wait or run at a time.
+
+    `timeout_s` bounds one read. All methods are called on the event loop.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        clock: Clock = monotonic,
+        timeout_s: float = 5.0,
+        limit: int = 256,
+    ) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._limit = limit
+        self.counters = PullCounters()
+        self._closing = False
+        self._unfinished = 0
+        self._queue: queue.SimpleQueue[_Pull | PeerPool | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    async def pull(
+        self,
+        pool: PeerPool,
+        remote_ids: Sequence[int],
+        local_ids: Sequence[int],
+        checksums: Sequence[int],
+        lease: LeaseView,
+        owner: str,
+    ) -> PullStats:
+        """Fill `local_ids` with the peer's `remote_ids`; on return the bytes are verified.
+
+        Raises LeaseLost, ChecksumMismatch, PeerLost (ReadPending: the blocks are not quiet yet), or
+        plain SourceFailed when the queue is full. The blocks' content is undefined after an error;
+        give them up through the ledger, never directly.
+        """
+        if self._closing:
+            raise PeerLost("this worker is shutting down and pulls no more blocks")
+        if len(checksums) != len(remote_ids):
+            raise PeerLost(f"the peer announced {len(remote_ids)} blocks with {len(checksums)} checksums")
+        if self._unfinished >= self._limit:
+            raise SourceFailed(f"{self._limit} pulls are waiting already; the blocks are made here instead")
+        result: asyncio.Future[PullStats] = asyncio.get_running_loop().create_future()
+        operation = self._ledger.begin(owner, local_ids)
+        self._unfinished += 1
+        self._queue.put(_Pull(pool, remote_ids, local_ids, checksums, lease, operation, result))
+        return await result
+
+    def retire(self, pool: PeerPool) -> None:
+        """Close a pool on the transfer thread: behind the reads that are queued, once it is quiet."""
+        if self._thread.is_alive():
+            self._queue.put(pool)
+        else:
+            pool.close()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the thread after the running read; queued pulls fail with PeerLost.
+
+        Blocks up to `timeout_s` (call it off the loop where that matters). Idempotent.
+        """
+        self._closing = True
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    # Transfer thread.
+
+    def _run(self) -> None:
+        draining: list[_Pull] = []
+        retiring: list[PeerPool] = []
+        while True:
+            try:
+                task = self._queue.get(timeout=_DRAIN_POLL_S if draining or retiring else None)
+            except queue.Empty:
+                pass
+            else:
+                if task is None:
+                    break
+                if not isinstance(task, _Pull):
+                    retiring.append(task)
+                elif not self._serve(task):
+                    draining.append(task)
+            for pull in [pull for pull in draining if pull.pool.drain()]:
+                draining.remove(pull)
+                self._post(pull, self._ledger.end, pull.operation)
+            for pool in [pool for pool in retiring if pool.drain()]:
+                retiring.remove(pool)
+                pool.close()
+        self._leave(retiring)
+
+    def _leave(self, retiring: list[PeerPool]) -> None:
+        while not self._queue.empty():
+            task = self._queue.get()
+            if isinstance(task, _Pull):
+                error = PeerLost("this worker is shutting down; the pull was not begun")
+                self._post(task, self._finish, task, error, True)
+            elif task is not None:
+                retiring.append(task)
+        for pool in retiring:
+            pool.close()
+
+    def _serve(self, pull: _Pull) -> bool:
+        """Run one pull and report its outcome; False when its blocks are not quiet yet."""
+        quiet = True
+        try:
+            outcome: PullStats | Exception = self._read_and_verify(pull)
+        except ReadPending as error:
+            outcome, quiet = error, False
+        except faults.InjectedFault as error:
+            outcome = PeerLost(str(error))
+        except Exception as error:
+            outcome = error
+        self._post(pull, self._finish, pull, outcome, quiet)
+        return quiet
+
+    def _read_and_verify(self, pull: _Pull) -> PullStats:
+        if pull.result.cancelled():
+            raise PeerLost("nobody waits for this pull any more")
+        started = self._clock()
+        pull.lease.check()
+        faults.hit("transfer.read")
+        pull.pool.read(pull.remote_ids, pull.local_ids, self._timeout_s)
+        faults.hit("transfer.verify")
+        pull.lease.check()
+        ours = pull.pool.local
+        for remote, local, expected in zip(pull.remote_ids, pull.local_ids, pull.checksums, strict=True):
+            if checksum(ours.block(local)) != expected:
+                raise ChecksumMismatch(
+                    f"the bytes read from the peer's block {remote} are not those announced: "
+                    "it was re-used, or damaged on the way"
+                )
+        return PullStats(len(pull.local_ids) * ours.block_nbytes, self._clock() - started)
+
+    def _post(self, pull: _Pull, callback: Callable[..., None], *args: object) -> None:
+        try:
+            pull.result.get_loop().call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            log.debug("pull.unreported", reason="the event loop is closed: the process is leaving")
+
+    # Event loop again.
+
+    def _finish(self, pull: _Pull, outcome: PullStats | Exception, quiet: bool) -> None:
+        self._unfinished -= 1
+        if quiet:
+            self._ledger.end(pull.operation)
+        counters = self.counters
+        if isinstance(outcome, PullStats):
+            counters.pulls += 1
+            counters.nbytes += outcome.nbytes
+            counters.seconds += outcome.seconds
+        elif not pull.result.cancelled():
+            reason = outcome.code if isinstance(outcome, SourceFailed) else "internal_error"
+            counters.failures[str(reason)] = counters.failures.get(str(reason), 0) + 1
+        if pull.result.done():
+            return
+        if isinstance(outcome, PullStats):
+            pull.result.set_result(outcome)
+        else:
+            pull.result.set_exception(outcome)

@@ -1,0 +1,158 @@
+"""Child processes of `baton serve`: started, probed, ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+
+from core.settings import Settings
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def child_flags(settings: Settings, **own: object) -> list[str]:
+    """Command-line flags that give a child these settings with its own values on top.
+
+    The API key is left out: it would show in the process list (see `Child.start`).
+    """
+    given = {
+        name: value
+        for name, value in settings.model_dump().items()
+        if value != Settings.model_fields[name].default and name != "api_key"
+    } | own
+    flags = []
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags.append(f"--{flag}={value}")
+    return flags
+
+
+class Child:
+    """One process and its readiness probe."""
+
+    def __init__(self, name: str, arguments: list[str], probe_url: str, address: str = "") -> None:
+        self.name, self.address = name, address
+        self.given_up = self.ready = False
+        self.body: dict[str, object] = {}
+        self._arguments, self._probe_url = arguments, probe_url
+        self._process: subprocess.Popen[str] | None = None
+        self._starts: deque[float] = deque(maxlen=64)
+        self._forwarder: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    def start(self, api_key: str = "") -> None:
+        self.ready = False
+        self._starts.append(time.monotonic())
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", *self._arguments],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            env=os.environ | ({"BATON_API_KEY": api_key} if api_key else {}),
+        )
+        self._forwarder = threading.Thread(target=self._forward, args=(self._process,), daemon=True)
+        self._forwarder.start()
+
+    def restarts_within(self, seconds: float) -> int:
+        return sum(at > time.monotonic() - seconds for at in list(self._starts)[1:])
+
+    def exit_status(self) -> int | None:
+        return self._process.poll() if self._process else None
+
+    def probe(self) -> dict[str, object]:
+        """The body of the readiness probe ({} when it does not answer); sets `ready`."""
+        try:
+            with urllib.request.urlopen(self._probe_url, timeout=1.0) as reply:
+                self.ready, self.body = True, json.load(reply)
+        except urllib.error.HTTPError as error:
+            self.ready = False
+            try:
+                self.body = json.load(error)
+            except ValueError:
+                self.body = {}
+        except (OSError, ValueError):
+            self.ready = False
+        return self.body
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end; SIGKILL when it does not come in time."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait(5.0)
+        self.flush()
+
+    def flush(self) -> None:
+        """Let the last lines of a process that ended come through."""
+        if self._forwarder:
+            self._forwarder.join(1.0)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    @staticmethod
+    def _forward(process: subprocess.Popen[str]) -> None:
+        """Pass the child's log on; a sentence that several children say is said once."""
+        assert process.stderr
+        for line in process.stderr:
+            if line.startswith("baton: "):
+                if line in _said:
+                    continue
+                _said.add(line)
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+
+_said: set[str] = set()
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: SIGTERM to it when the launcher is gone, however that ended."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

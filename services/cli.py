@@ -1,0 +1,109 @@
+"""The command line: `baton serve`, or one process at a time with `baton router|prefill|decode`.
+
+Flags are made from `core.settings.Settings`, so each setting is declared once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from core import log
+from core.errors import ConfigError
+from core.settings import Origin, Settings, load
+
+COMMANDS = {
+    "serve": "router, prefill and decode workers on this machine",
+    "router": "the OpenAI-compatible router alone",
+    "prefill": "one prefill worker",
+    "decode": "one decode worker",
+    "config": "print every setting, its value and where that came from",
+    "version": "print the version",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; exit status 2 and one sentence for what the operator has to change."""
+    arguments = vars(_parser().parse_args(argv))
+    command, config = arguments.pop("command"), arguments.pop("config")
+    try:
+        settings, origins = load(arguments, os.environ, config)
+        log.configure(settings.log_level, process=command)
+        return _run(command, settings, origins)
+    except ConfigError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(command: str, settings: Settings, origins: dict[str, Origin]) -> int:
+    match command:
+        case "serve":
+            from services.launch import serve
+
+            return serve(settings)
+        case "router":
+            from services.router.main import run as run_router
+
+            return run_router(settings)
+        case "prefill" | "decode":
+            from services.decode.service import attach as attach_decode
+            from services.prefill.service import attach as attach_prefill
+            from services.worker.process import run as run_worker
+
+            role = settings.model_copy(update={"role": command})
+            return run_worker(role, (attach_prefill, attach_decode))
+        case "config":
+            for name, origin in sorted(origins.items()):
+                shown = "***" if name == "api_key" and origin.value else origin.value
+                print(f"{name:24} {shown!s:32} {origin.source}")
+            return 0
+        case _:
+            from services.version import VERSION
+
+            print(VERSION)
+            return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton", description="LLM serving with prefill and decode apart.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, text in COMMANDS.items():
+        sub = commands.add_parser(
+            command, help=text, description=text, argument_default=argparse.SUPPRESS, allow_abbrev=False
+        )
+        sub.add_argument("--config", default=None, metavar="FILE", help="TOML file of settings")
+        if command != "version":
+            _add_settings(sub)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    for name, field in Settings.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        default = field.default if field.default not in (None, "") else "none"
+        text = f"{field.description} (default: {default})".replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, dest=name)
+        else:
+            parser.add_argument(flag, help=text, dest=name, metavar=_metavar(field.annotation))
+
+
+def _metavar(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, get_args(annotation))) + "}"
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
+    return {int: "N", float: "SECONDS"}.get(annotation, "TEXT")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

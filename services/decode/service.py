@@ -1,0 +1,186 @@
+"""Decode: one multiplexed session per router; each engine step's tokens go out as one message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from core import faults, log
+from core.errors import BatonError, EngineFault, InvalidParameter
+from core.request import Request, TokenDelta
+from engine.messages import Abort, Add, Event, Failed
+from services.decode.sources import Loader
+from services.worker.host import WorkerHost
+from wire import codec
+from wire.v1 import generation_pb2 as pb
+from wire.v1 import generation_pb2_grpc
+
+_log = log.get("decode")
+
+MAX_UNSENT = 100_000
+"""Deltas kept for a router that does not read; beyond it the session is cut."""
+
+
+class DecodeService(generation_pb2_grpc.DecodeServicer):
+    """Sessions of all routers."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self._loader = Loader(host)
+        host.hub.on_load = self._loader.on_event
+        self._sessions: set[_Session] = set()
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[pb.SessionRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[pb.SessionReply]:
+        session = _Session(self._host)
+        self._sessions.add(session)
+        reader = asyncio.create_task(session.read(request_iterator))
+        try:
+            async for reply in session.replies():
+                yield reply
+        finally:
+            reader.cancel()
+            session.close()
+            self._sessions.discard(session)
+
+    async def close(self) -> None:
+        for session in list(self._sessions):
+            session.end()
+        await self._loader.close()
+
+
+class _Session:
+    """One router's requests on this worker."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self._open: dict[str, set[int]] = {}  # choices that go on, by request
+        self._unsent = pb.SessionReply()
+        self._wake = asyncio.Event()
+        self._ended = False
+
+    async def read(self, messages: AsyncIterator[pb.SessionRequest]) -> None:
+        """Take up what the router sends until its half of the stream ends."""
+        try:
+            async for message in messages:
+                match message.WhichOneof("kind"):
+                    case "start":
+                        await self._start(message.start)
+                    case "cancel":
+                        self._cancel(message.cancel)
+        finally:
+            self.end()
+
+    async def replies(self) -> AsyncIterator[pb.SessionReply]:
+        """Everything that gathered since the last message, as one message."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            reply, self._unsent = self._unsent, pb.SessionReply()
+            if reply.deltas or reply.failures:
+                yield reply
+            if self._ended:
+                return
+
+    def end(self) -> None:
+        self._ended = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """The stream is over: so are its requests. Idempotent."""
+        for request_id in list(self._open):
+            self._forget(request_id)
+            self._host.built.loop.submit(Abort(request_id))
+
+    async def _start(self, message: pb.Start) -> None:
+        request_id = message.request_id
+        try:
+            await asyncio.sleep(faults.due("decode.start"))
+            self._host.require_ready()
+            request = codec.request_from_wire(message)
+            self._validate(request)
+            if not self._host.hub.register(request_id, self._on_event):
+                raise InvalidParameter(f"request {request_id} is running already")
+        except BatonError as error:
+            self._send_failure(request_id, error)
+        except Exception as error:
+            _log.error("decode.start_failed", request_id=request_id, exc_info=error)
+            fault = EngineFault(f"the decode worker could not take up the request ({type(error).__name__})")
+            self._send_failure(request_id, fault)
+        else:
+            self._open[request_id] = set(range(request.sampling.n))
+            self._host.built.loop.submit(Add(request))
+
+    def _validate(self, request: Request) -> None:
+        """The last gate before the engine: what would break a step is refused here."""
+        vocab = self._host.built.config.vocab_size
+        s = request.sampling
+        ids = [*request.prompt_token_ids, *s.stop_token_ids, *(token for token, _ in s.logit_bias)]
+        if not request.prompt_token_ids:
+            raise InvalidParameter("the prompt holds no tokens; send at least one", param="prompt")
+        if max(ids) >= vocab:
+            raise InvalidParameter(
+                f"token id {max(ids)} is outside the vocabulary of {vocab}", param="prompt"
+            )
+        if s.n < 1 or s.temperature < 0 or s.repetition_penalty <= 0:
+            raise InvalidParameter("n, temperature or repetition_penalty is out of range")
+
+    def _cancel(self, message: pb.Cancel) -> None:
+        request_id = message.request_id
+        if request_id not in self._open:
+            return
+        if message.HasField("index"):
+            self._host.built.loop.submit(Abort(request_id, message.index))
+            self._close_choice(request_id, message.index)
+        else:
+            self._host.built.loop.submit(Abort(request_id))
+            self._forget(request_id)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case TokenDelta():
+                if event.gathered:
+                    self._host.metrics.gathered(event.gathered)
+                self._unsent.deltas.append(codec.delta_to_wire(event))
+                if event.finish_reason:
+                    self._close_choice(event.request_id, event.index)
+            case Failed(request_id, error):
+                self._forget(request_id)
+                self._send_failure(request_id, error)
+        if len(self._unsent.deltas) > MAX_UNSENT:
+            _log.error("session.cut", reason="the router does not read its tokens")
+            self.end()
+        self._wake.set()
+
+    def _send_failure(self, request_id: str, error: BatonError) -> None:
+        self._unsent.failures.append(
+            pb.Failure(
+                request_id=request_id,
+                code=error.code or "",
+                message=error.message,
+                param=error.param or "",
+            )
+        )
+        self._wake.set()
+
+    def _close_choice(self, request_id: str, index: int) -> None:
+        """Idempotent: a choice may be cancelled while its last token is on the way."""
+        still_open = self._open.get(request_id, set())
+        still_open.discard(index)
+        if not still_open:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+        self._host.hub.unregister(request_id)
+
+
+def attach(host: WorkerHost, server: grpc.aio.Server) -> DecodeService:
+    service = DecodeService(host)
+    generation_pb2_grpc.add_DecodeServicer_to_server(service, server)
+    return service

@@ -1,0 +1,151 @@
+"""`baton serve`: starts router and workers on this machine, shows how they come up, keeps them up.
+
+A worker that dies is reported and started again on the same address, with a new incarnation; the
+others go on. Ctrl-C ends everything: routers first, so that nobody is sent to a leaving worker.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from checkpoint.open import open_checkpoint
+from core.errors import ConfigError
+from core.settings import Settings
+from services.children import Child, child_flags, free_port, port_is_free
+from services.summary import show_summary
+from services.worker.cpu import format_cores, parse_cores, split_cores
+
+POLL_S = 0.1
+RESTARTS_PER_MINUTE = 5
+
+
+def serve(settings: Settings) -> int:
+    """Run until SIGINT or SIGTERM. Raises ConfigError for what cannot start."""
+    open_checkpoint(settings.model)  # the common mistakes, told once and at once
+    return _Launcher(settings).run()
+
+
+class _Launcher:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._console = Console(stderr=True)
+        self._stopping = 0
+        port = settings.port or free_port(settings.host)
+        if not port_is_free(settings.host, port):
+            raise ConfigError(f"{settings.host}:{port} is in use; choose another port with --port")
+        self._url = f"http://{'127.0.0.1' if settings.host == '0.0.0.0' else settings.host}:{port}"
+        self._workers = self._make_workers()
+        addresses = ",".join(worker.address for worker in self._workers)
+        router = child_flags(settings, discovery=f"static://{addresses}", port=port)
+        self._router = Child("router", ["router", *router], f"{self._url}/ready")
+        self._children = [*self._workers, self._router]
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        try:
+            for child in self._children:
+                child.start(self._settings.api_key)
+            status = self._wait_until_ready()
+            if status == 0 and not self._stopping:
+                show_summary(self._settings, self._url, self._workers)
+                self._keep_up()
+            return status
+        finally:
+            self._stop_all()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stopping += 1
+        if self._stopping > 1:  # asked twice: no more patience
+            for child in self._children:
+                child.kill()
+
+    def _make_workers(self) -> list[Child]:
+        s = self._settings
+        roles = ["prefill"] * s.prefill + ["decode"] * s.decode
+        cores = parse_cores(s.cpu_affinity) or sorted(os.sched_getaffinity(0))
+        workers = []
+        for i, (role, share) in enumerate(zip(roles, split_cores(cores, len(roles)), strict=True)):
+            name = f"{role}-{i if role == 'prefill' else i - s.prefill}"
+            port, probe_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+            flags = child_flags(
+                s,
+                worker_id=name,
+                listen=f"127.0.0.1:{port}",
+                probe_port=probe_port,
+                cpu_affinity=format_cores(share),
+            )
+            probe = f"http://127.0.0.1:{probe_port}/ready"
+            workers.append(Child(name, [role, *flags], probe, address=f"127.0.0.1:{port}"))
+        return workers
+
+    def _wait_until_ready(self) -> int:
+        """Show progress until all are ready; the exit status of the first that gave up, else 0."""
+        columns = (TextColumn("{task.fields[name]:10}"), BarColumn(24), TextColumn("{task.description}"))
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
+            bars = {c.name: progress.add_task("starting", name=c.name, total=1.0) for c in self._children}
+            while not self._stopping:
+                for child in self._children:
+                    if (status := child.exit_status()) is not None:
+                        child.flush()
+                        self._say(
+                            f"{child.name} ended with status {status} while starting; stopping the rest"
+                        )
+                        return status if status > 0 else 1
+                    body = child.probe()
+                    progress.update(
+                        bars[child.name],
+                        completed=1.0 if child.ready else float(body.get("progress", 0.0)),
+                        description="ready" if child.ready else str(body.get("doing", "starting")),
+                    )
+                if all(child.ready for child in self._children):
+                    return 0
+                if time.monotonic() > deadline:
+                    late = ", ".join(c.name for c in self._children if not c.ready)
+                    raise ConfigError(
+                        f"{late} did not become ready within {self._settings.start_timeout_s:.0f} s; "
+                        f"see the log above, or raise --start-timeout-s"
+                    )
+                time.sleep(POLL_S)
+        return 0
+
+    def _keep_up(self) -> None:
+        while not self._stopping:
+            for child in self._children:
+                status = child.exit_status()
+                if status is None or child.given_up:
+                    continue
+                how = f"signal {-status}" if status < 0 else f"status {status}"
+                if self._settings.restart_workers and child.restarts_within(60.0) < RESTARTS_PER_MINUTE:
+                    self._say(f"{child.name} (pid {child.pid}) died with {how}; starting it again")
+                    child.start(self._settings.api_key)
+                else:
+                    child.given_up = True
+                    self._say(
+                        f"{child.name} (pid {child.pid}) died with {how} and stays down; the rest go on"
+                    )
+            if all(child.given_up for child in self._workers):
+                self._say("no worker is left; stopping")
+                return
+            time.sleep(POLL_S)
+
+    def _stop_all(self) -> None:
+        """Router first, then the workers; bounded by the drain timeout, then SIGKILL."""
+        for group in ([self._router], self._workers):
+            deadline = time.monotonic() + self._settings.drain_timeout_s + 5.0
+            for child in group:
+                child.terminate()
+            for child in group:
+                child.wait(max(0.1, deadline - time.monotonic()))
+        print("baton: stopped", file=sys.stderr)
+
+    def _say(self, text: str) -> None:
+        print(f"baton: {text}", file=sys.stderr, flush=True)

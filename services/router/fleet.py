@@ -1,0 +1,166 @@
+"""The router's connections: a `Watch` stream to every discovered worker, a session to decode workers.
+
+The Watch stream is the truth about a worker; what it means is decided in `roster`. A connection
+that ends is tried again after at most a second, for as long as the address is discovered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import grpc
+
+from core import log
+from core.clock import Clock, monotonic
+from core.request import Role
+from planning.plan import FleetView
+from services.discovery import Discovery
+from services.router.roster import Member, Roster, WorkerState
+from services.router.session import Session
+from wire import channel, status
+from wire.v1 import worker_pb2 as pb
+from wire.v1 import worker_pb2_grpc as pb_grpc
+
+HELLO_TIMEOUT_S = 10.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
+TICK_S = 0.5
+
+logger = log.get("router.fleet")
+
+
+@dataclass(slots=True)
+class _Link:
+    """What belongs to one address. `decoding` is set while a decode worker's Watch stream lives."""
+
+    channel: grpc.aio.Channel
+    session: Session
+    decoding: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    reported: WorkerState = WorkerState.CONNECTING
+
+
+class Fleet:
+    """All workers. `run` serves until it is cancelled; the rest may be called any time meanwhile."""
+
+    def __init__(
+        self, discovery: Discovery, tokenizer_digest: str, silence_s: float, clock: Clock = monotonic
+    ) -> None:
+        self.roster = Roster(tokenizer_digest, silence_s)
+        self.connections_lost: Counter[str] = Counter({role: 0 for role in Role})
+        self._router_id = f"router-{uuid.uuid4().hex[:8]}"
+        self._discovery = discovery
+        self._clock = clock
+        self._links: dict[str, _Link] = {}
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._discover(group))
+                group.create_task(self._tick())
+        finally:
+            await asyncio.gather(*(link.channel.close() for link in self._links.values()))
+
+    def view(self) -> FleetView:
+        """The workers that take requests now: ready, and decode workers with an open session."""
+        view = self.roster.fleet_view(self._clock())
+        return replace(view, decode=tuple(w for w in view.decode if self.session(w.worker_id)))
+
+    def workers(self) -> list[tuple[Member, WorkerState, str]]:
+        """Every worker with its state and the reason when it is not ready."""
+        now = self._clock()
+        return [(member, *self.roster.status(member, now)) for member in self.roster.members.values()]
+
+    def session(self, worker_id: str) -> Session | None:
+        """The open session of a decode worker."""
+        sessions = (link.session for link in self._links.values())
+        return next((s for s in sessions if s.up and s.worker_id == worker_id), None)
+
+    def assigned(self, worker_ids: list[str], sequences: int) -> None:
+        """Count a request just sent to these workers, until their next State counts it."""
+        for member in self.roster.members.values():
+            if member.worker_id in worker_ids:
+                member.unseen += sequences
+
+    async def _discover(self, group: asyncio.TaskGroup) -> None:
+        async for addresses in self._discovery.watch():
+            for address in sorted(self._links.keys() - addresses):
+                await self._drop(address)
+            for address in sorted(addresses - self._links.keys()):
+                self.roster.add(address)
+                connection = channel.connect(address)
+                link = self._links[address] = _Link(connection, Session(address, connection))
+                link.tasks = [
+                    group.create_task(self._follow(address, link)),
+                    group.create_task(link.session.run(link.decoding)),
+                ]
+
+    async def _drop(self, address: str) -> None:
+        link = self._links.pop(address)
+        for task in link.tasks:
+            task.cancel()
+        await asyncio.gather(*link.tasks, return_exceptions=True)
+        self.roster.remove(address)
+        await link.channel.close()
+
+    async def _follow(self, address: str, link: _Link) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            reason = await self._watch(address, link)
+            link.decoding.clear()
+            if self.roster.lost(address, reason):
+                retry_s = FIRST_RETRY_S
+                self.connections_lost[self.roster.members[address].role] += 1
+            self._report(address, link)
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+
+    async def _watch(self, address: str, link: _Link) -> str:
+        """One Watch stream, to its end; returns why it ended."""
+        call = pb_grpc.WorkerStub(link.channel).Watch(pb.WatchRequest(router_id=self._router_id))
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                event = await call.read()
+            if event is grpc.aio.EOF or event.WhichOneof("kind") != "hello":
+                return "the first message was not a Hello; is this a Baton worker?"
+            if event.hello.role not in (Role.PREFILL, Role.DECODE):
+                return "its role is neither prefill nor decode; is this worker's version another?"
+            self._greet(address, link, event.hello)
+            while (event := await call.read()) is not grpc.aio.EOF:
+                if event.WhichOneof("kind") == "state":
+                    self.roster.state(address, event.state, self._clock())
+                    self._report(address, link)
+            return "the worker ended the stream"
+        except TimeoutError:
+            return f"no Hello within {HELLO_TIMEOUT_S:g} s"
+        except grpc.aio.AioRpcError as error:
+            return str(status.from_rpc(error, address))
+        finally:
+            call.cancel()
+
+    def _greet(self, address: str, link: _Link, hello: pb.Hello) -> None:
+        self.roster.hello(address, hello, self._clock())
+        link.session.worker_id = hello.worker_id
+        if hello.role == Role.DECODE:
+            link.decoding.set()
+
+    async def _tick(self) -> None:
+        """Silence is no event: look for it."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for address, link in self._links.items():
+                self._report(address, link)
+
+    def _report(self, address: str, link: _Link) -> None:
+        """Log a change of state; take the requests away from a worker that fell silent."""
+        member = self.roster.members[address]
+        state, reason = self.roster.status(member, self._clock())
+        if state is link.reported:
+            return
+        link.reported = state
+        line = logger.info if state is WorkerState.READY else logger.warning
+        line(f"worker.{state.value}", worker=member.worker_id, address=address, reason=reason)
+        if state is WorkerState.SILENT:
+            link.session.abandon(f"decode worker {member.worker_id} does not answer: {reason}")

@@ -1,0 +1,215 @@
+"""Request bodies of the API: every parameter that has an effect, its kind and its limits.
+
+Three parameters of OpenAI's API are accepted and have no effect here, since nothing is stored and
+nobody is tracked: `user`, `metadata`, `store`. Parameters we do not support are accepted with the
+values that ask for nothing (`parse.NO_EFFECT`) and refused by name otherwise. `null` means absent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 64
+MAX_PROMPTS = 128
+MAX_SEQUENCES = 512
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_SALT_CHARS = 512
+INT64 = 2**63
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: item for key, item in value.items() if item is not None}
+    return value
+
+
+class Body(BaseModel):
+    """No coercion, no unknown names, null = absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    _nulls = model_validator(mode="before")(_drop_nulls)
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _token_id_keys(value: Any) -> Any:
+    """JSON object keys are strings; these are token ids."""
+    if not isinstance(value, dict):
+        return value
+    if not all(isinstance(key, str) and key.isascii() and key.isdigit() for key in value):
+        raise PydanticCustomError("token_id_keys", "keys should be token ids")
+    return {int(key[:20]): bias for key, bias in value.items()}
+
+
+def _prompts(value: Any) -> Any:
+    """A string, strings, token ids or lists of token ids -> a list of strings or of id lists."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        kinds = set(map(type, value))
+        if kinds == {int}:
+            return [value]
+        if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value)):
+            return value
+    raise PydanticCustomError(
+        "prompt",
+        "should be a string, a list of strings, a list of token ids or a list of such lists, not empty",
+    )
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(Body):
+    """What both endpoints share."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    logit_bias: Annotated[
+        dict[int, Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_LOGIT_BIAS),
+        BeforeValidator(_token_id_keys),
+    ] = {}
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+        Field(max_length=MAX_STOPS),
+        BeforeValidator(_one_or_many),
+    ] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    ignore_eos: bool = False
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] = ""
+    return_token_ids: bool = False
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def limit(self) -> int | None:
+        """The client's bound on generated tokens of one choice."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def default_limit(self) -> int | None:
+        """The bound when the client gives none; None = as many as fit."""
+        return None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None = no log probabilities, k = the chosen token's and the k best."""
+        raise NotImplementedError
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def prompt_param(self) -> str:
+        return "prompt"
+
+    @property
+    def prompt_logprobs(self) -> bool:
+        return False
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[list[str] | list[list[int]], Field(max_length=MAX_PROMPTS), BeforeValidator(_prompts)]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def default_limit(self) -> int | None:
+        return 16
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def prompt_logprobs(self) -> bool:
+        return self.echo and self.logprobs is not None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A turn. Content may be a string or text parts, which are joined by newlines."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] = ""
+
+    def rendered(self) -> dict[str, str]:
+        """What a chat template takes. `developer` is today's name of `system`."""
+        text = self.content
+        if not isinstance(text, str):
+            text = "\n".join(part.text for part in text)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_param(self) -> str:
+        return "messages"
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a prompt as completions takes it, or messages as chat takes them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]

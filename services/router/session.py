@@ -1,0 +1,177 @@
+"""The one stream to a decode worker, shared by all requests that run there.
+
+    start, cancel -> outbox -> writer --.                 .-- reader -> inbox of each request
+                                         '-- Session RPC --'
+
+When the stream ends every request on it is lost (WorkerLost) and a new stream is opened. Nobody
+waits for anybody: the reader never blocks on a slow client, whose full inbox ends its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import grpc
+
+from core import log
+from core.errors import Overloaded, Unavailable, WorkerLost
+from core.request import Request, TokenDelta
+from wire import codec, status
+from wire.v1 import generation_pb2 as gen
+from wire.v1 import generation_pb2_grpc as gen_grpc
+
+MAX_UNSENT_STARTS = 1024
+INBOX_DELTAS_PER_CHOICE = 1024
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
+
+logger = log.get("router.session")
+
+
+class Inbox:
+    """Deltas on their way from sessions to the one task that reads them; bounded, never blocks the
+    writer. What arrived before a failure is read before it."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._deltas: deque[TokenDelta] = deque()
+        self._error: Exception | None = None
+        self._wake = asyncio.Event()
+
+    def put(self, delta: TokenDelta) -> bool:
+        """False: the reader is too far behind, nothing was put."""
+        if len(self._deltas) >= self._bound:
+            return False
+        self._deltas.append(delta)
+        self._wake.set()
+        return True
+
+    def fail(self, error: Exception, *, at_once: bool = False) -> None:
+        """No more deltas will come. The first error stands; `at_once` drops what was not read."""
+        self._error = self._error or error
+        if at_once:
+            self._deltas.clear()
+        self._wake.set()
+
+    async def get(self) -> list[TokenDelta]:
+        """All deltas that have arrived, at least one. Raises the error once they are read."""
+        await self._wake.wait()
+        if not self._deltas:
+            assert self._error is not None
+            raise self._error
+        deltas = list(self._deltas)
+        self._deltas.clear()
+        if self._error is None:
+            self._wake.clear()
+        return deltas
+
+
+class Session:
+    """Requests on one decode worker. `up`: a stream is open, or being opened."""
+
+    def __init__(self, worker_id: str, channel: grpc.aio.Channel) -> None:
+        self.worker_id = worker_id
+        self.up = False
+        self._stub = gen_grpc.DecodeStub(channel)
+        self._inboxes: dict[str, Inbox] = {}
+        self._unsent: dict[str, gen.SessionRequest] = {}  # starts, in order
+        self._cancels: deque[gen.SessionRequest] = deque()
+        self._wake = asyncio.Event()
+
+    def start(self, request: Request, inbox: Inbox) -> None:
+        """Queue a request; its deltas go to `inbox`. Raises Unavailable or Overloaded."""
+        if not self.up:
+            raise Unavailable(f"decode worker {self.worker_id} is not connected; try again")
+        if len(self._unsent) >= MAX_UNSENT_STARTS:
+            raise Overloaded(f"decode worker {self.worker_id} takes no more requests now; try again")
+        self._inboxes[request.request_id] = inbox
+        self._unsent[request.request_id] = gen.SessionRequest(start=codec.request_to_wire(request))
+        self._wake.set()
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End one choice, or the request. Idempotent; a request that is over is left alone."""
+        if request_id not in self._inboxes:
+            return
+        if index is None:
+            self.forget(request_id)
+            if self._unsent.pop(request_id, None) is not None:
+                return
+        self._cancels.append(gen.SessionRequest(cancel=gen.Cancel(request_id=request_id, index=index)))
+        self._wake.set()
+
+    def forget(self, request_id: str) -> None:
+        """All choices of a request have finished."""
+        self._inboxes.pop(request_id, None)
+
+    def abandon(self, reason: str) -> None:
+        """The worker answers no more: cancel its requests there and fail them here."""
+        for request_id, inbox in list(self._inboxes.items()):
+            self.cancel(request_id)
+            inbox.fail(WorkerLost(reason))
+
+    async def run(self, reachable: asyncio.Event) -> None:
+        """Keep the stream open whenever the worker is `reachable`, until cancelled."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            await reachable.wait()
+            self.up = True
+            try:
+                heard, reason = await self._stream()
+            finally:
+                self.up = False
+                self._drop_all("the router closed the stream")
+            logger.warning("session.lost", worker=self.worker_id, reason=reason)
+            retry_s = FIRST_RETRY_S if heard else min(2 * retry_s, LONGEST_RETRY_S)
+            await asyncio.sleep(retry_s)
+
+    async def _stream(self) -> tuple[bool, str]:
+        """One stream, to its end. Returns whether the worker said anything, and why it ended."""
+        call = self._stub.Session()
+        writer = asyncio.create_task(self._write(call))
+        heard, reason = False, "the stream ended"
+        try:
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                heard = True
+                self._dispatch(reply)
+        except grpc.aio.AioRpcError as error:
+            reason = str(status.from_rpc(error, self.worker_id))
+        finally:
+            call.cancel()
+            writer.cancel()
+        self._drop_all(reason)
+        return heard, reason
+
+    def _drop_all(self, reason: str) -> None:
+        lost = WorkerLost(f"decode worker {self.worker_id} was lost while it held the request: {reason}")
+        for inbox in self._inboxes.values():
+            inbox.fail(lost)
+        self._inboxes.clear()
+        self._unsent.clear()
+        self._cancels.clear()
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Starts before cancels: a cancel never overtakes the start it is for."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._unsent or self._cancels:
+                    if self._unsent:
+                        request_id = next(iter(self._unsent))
+                        message = self._unsent.pop(request_id)
+                    else:
+                        message = self._cancels.popleft()
+                    await call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader sees the same end and reports it
+
+    def _dispatch(self, reply: gen.SessionReply) -> None:
+        for message in reply.deltas:
+            inbox = self._inboxes.get(message.request_id)
+            if inbox is not None and not inbox.put(codec.delta_from_wire(message)):
+                self.cancel(message.request_id)
+                inbox.fail(Overloaded("the client reads more slowly than tokens are made; read faster"))
+        for failure in reply.failures:
+            inbox = self._inboxes.pop(failure.request_id, None)
+            if inbox is not None:
+                inbox.fail(status.rebuild(failure.code, failure.message, failure.param or None))

@@ -1,0 +1,103 @@
+"""The model's text side: prompts to token ids, once, for every worker.
+
+Short texts are encoded on the event loop, long ones in a thread: one client's book must not stop
+everybody's stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from checkpoint.chat import encode_chat
+from checkpoint.open import open_checkpoint
+from core.errors import InvalidParameter
+from core.settings import Settings
+from services.router.parse import check_token_ids
+from services.router.schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+
+LONG_TEXT_CHARS = 4096
+ENCODER_THREADS = 2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` is what an echo gives back, where one may be asked for."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+class TextSide:
+    """Tokenizer and names of the served model. Made by `load`, immutable afterwards."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Open the model's files; takes a second. Raises ConfigError."""
+        checkpoint = open_checkpoint(settings.model)
+        self.name = settings.served_model_name or checkpoint.name
+        self.tokenizer = checkpoint.load_tokenizer()
+        self.tokenizer_digest = checkpoint.tokenizer_digest
+        self.eos_token_ids = checkpoint.config.eos_token_ids
+        self.max_position = min(checkpoint.config.max_position, settings.max_model_len or 2**31)
+        # Ids above the tokenizer's own are padding rows of the embedding: no text has them.
+        self.vocab_size = min(checkpoint.config.vocab_size, self.tokenizer.vocab_size)
+        self._special_in_chat = settings.special_tokens_in_chat
+        self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
+
+    async def prompts(self, body: GenerationBody) -> list[Prompt]:
+        """Token ids of the request's prompts. Raises InvalidParameter for what cannot be generated from."""
+        check_token_ids(body.stop_token_ids, self.vocab_size, "stop_token_ids")
+        check_token_ids(body.logit_bias, self.vocab_size, "logit_bias")
+        if isinstance(body, ChatBody):
+            return [Prompt(tuple(await self.encode_chat(body.messages)))]
+        assert isinstance(body, CompletionBody)
+        num_chars = sum(map(len, body.prompt))
+        prompts = await self._run(num_chars, lambda: [self._prompt(p, body.echo) for p in body.prompt])
+        if not all(prompt.token_ids for prompt in prompts):
+            raise InvalidParameter("prompt: an empty prompt has no token to begin from", param="prompt")
+        return prompts
+
+    def _prompt(self, prompt: str | list[int], echo: bool) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(tuple(self._encode(prompt, True)), prompt)
+        check_token_ids(prompt, self.vocab_size, "prompt")
+        return Prompt(tuple(prompt), self.tokenizer.decode(prompt, skip_special=False) if echo else None)
+
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Ids of a text, control tokens in it included, as the model's own tokenizer reads it."""
+        return await self._run(len(text), lambda: self._encode(text, add_special))
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special=add_special, parse_special=True)
+        except InvalidParameter as error:
+            raise InvalidParameter(error.message, param="prompt") from None
+
+    async def encode_chat(self, messages: list[Message]) -> list[int]:
+        """Ids of a conversation up to where the answer begins."""
+        turns = [message.rendered() for message in messages]
+        size = sum(len(turn["content"]) for turn in turns)
+        return await self._run(
+            size, lambda: encode_chat(self.tokenizer, turns, special_tokens_in_content=self._special_in_chat)
+        )
+
+    async def tokenize(self, body: TokenizeBody) -> list[int]:
+        """Ids for `/tokenize`. Raises InvalidParameter unless exactly one of prompt and messages is given."""
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidParameter("send either prompt or messages", param="prompt")
+        if body.messages is not None:
+            return await self.encode_chat(body.messages)
+        return await self.encode(body.prompt or "", body.add_special_tokens)
+
+    async def _run(self, num_chars: int, encode: Callable[[], T]) -> T:
+        if num_chars < LONG_TEXT_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,61 @@
+"""What `baton serve` prints when everything is up."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from core.settings import Settings
+from services.children import Child
+
+MIB = 2**20
+
+
+def show_summary(settings: Settings, url: str, workers: list[Child]) -> None:
+    """A table of the workers and a line to try, on stdout."""
+    console = Console()
+    table = Table(title=f"baton at {url}", title_justify="left")
+    for column in (
+        "worker",
+        "pid",
+        "cores",
+        "dtype",
+        "weights",
+        "other memory",
+        "KV pool",
+        "KV blocks",
+        "KV tokens",
+    ):
+        table.add_column(column, justify="left" if column in ("worker", "dtype", "cores") else "right")
+    reason = ""
+    for worker in workers:
+        body = worker.probe()
+        parts = cast(dict[str, Any], body.get("footprint", {}))
+        if not parts:
+            table.add_row(worker.name, str(worker.pid), "", "not ready")
+            continue
+        kv_bytes = parts["bytes_per_token"]
+        reason = f"dtype {parts['dtype']}: {parts['dtype_reason']}; {kv_bytes} bytes of KV per token"
+        table.add_row(
+            worker.name,
+            str(worker.pid),
+            ",".join(map(str, cast(list[int], body["cores"]))),
+            parts["dtype"],
+            f"{parts['weights_nbytes'] / MIB:.0f} MiB",
+            f"{parts['other_nbytes'] / MIB:.0f} MiB",
+            f"{parts['kv_nbytes'] / MIB:.0f} MiB",
+            f"{parts['num_blocks']} x {settings.block_size}",
+            f"{parts['num_tokens']:,}",
+        )
+    console.print(table)
+    if reason:
+        console.print(reason, style="dim", highlight=False)
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if settings.api_key else ""
+    print(
+        f"\nTry it:\n  curl -sN {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        '    -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+        '"max_tokens": 40, "stream": true}\'\n\nCtrl-C stops everything.',
+        flush=True,
+    )

@@ -1,0 +1,79 @@
+"""A worker's small HTTP side: /health (the loop moves), /ready (loaded and serving), /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import asdict
+
+import uvicorn
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from core.errors import ConfigError
+from services.worker.host import Phase, WorkerHost
+
+
+def application(host: WorkerHost) -> Starlette:
+    async def health(_: Request) -> Response:
+        hung = host.hung()
+        return JSONResponse({"status": "hung" if hung else "alive"}, 503 if hung else 200)
+
+    async def ready(_: Request) -> Response:
+        doing, share = host.progress
+        body: dict[str, object] = {
+            "state": "hung" if host.hung() else str(host.phase),
+            "worker_id": host.worker_id,
+            "doing": doing,
+            "progress": share,
+        }
+        if host.phase is not Phase.LOADING:
+            body |= {"address": host.address, "cores": host.cores, "role": host.settings.role}
+            body |= {"footprint": asdict(host.built.footprint), "stats": asdict(host.built.loop.stats)}
+        return JSONResponse(body, 200 if body["state"] == Phase.READY else 503)
+
+    async def metrics(_: Request) -> Response:
+        if host.phase is Phase.LOADING:
+            return Response("", media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(host.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/health", health), Route("/ready", ready), Route("/metrics", metrics)])
+
+
+class ProbeServer:
+    """Serves the probes on the running loop."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        config = uvicorn.Config(
+            application(host),
+            host=host.settings.listen.rpartition(":")[0],
+            port=host.settings.probe_port,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Begin; returns host:port. Raises ConfigError when the port is taken."""
+        self._task = asyncio.create_task(self._server.serve())
+        for _ in range(500):
+            if self._server.started:
+                host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+                return f"{host}:{port}"
+            if self._task.done():
+                break
+            await asyncio.sleep(0.01)
+        config = self._server.config
+        raise ConfigError(f"cannot listen on {config.host}:{config.port} for probes; choose another port")
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task:
+            await asyncio.wait([self._task], timeout=3.0)

@@ -1,0 +1,128 @@
+"""The life of a worker process: probes first, then the model, then the services; drain at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from core import faults, log
+from core.errors import ConfigError
+from core.settings import Settings
+from services.worker import cpu
+from services.worker.host import Phase, WorkerHost
+from services.worker.hub import Hub
+from services.worker.metrics import WorkerMetrics
+from services.worker.probes import ProbeServer
+from services.worker.watch import WatchService
+from wire import channel
+from wire.v1 import worker_pb2_grpc
+
+_log = log.get("worker")
+
+
+class Service(Protocol):
+    """A role's gRPC service. Both roles' services run in every worker; the role is what it advertises."""
+
+    async def close(self) -> None:
+        """End all work and wait, bounded, until nothing of it is in flight."""
+        ...
+
+
+Attach = Callable[[WorkerHost, grpc.aio.Server], Service]
+
+
+def run(settings: Settings, attach: Sequence[Attach]) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before serving."""
+    cores, threads = cpu.confine(settings)
+    faults.configure(settings.faults)
+    return uvloop.run(_main(settings, attach, cores, threads))
+
+
+async def _main(settings: Settings, attach: Sequence[Attach], cores: list[int], threads: int) -> int:
+    from services.worker.build import build  # torch: only after the cores are set
+
+    incarnation = uuid.uuid4().hex[:12]
+    worker_id = settings.worker_id or f"{settings.role}-{os.getpid()}"
+    log.configure(settings.log_level, worker=worker_id, role=settings.role)
+    host = WorkerHost(settings, worker_id, incarnation, Hub(), cores=cores)
+    stop = _handle_signals(host)
+    probes = ProbeServer(host)
+    host.probe_address = await probes.start()
+
+    def progress(doing: str, share: float) -> None:
+        host.progress = (doing, share)
+
+    built = await asyncio.to_thread(build, settings, worker_id, incarnation, threads, host.hub.emit, progress)
+    host.loaded(built, WorkerMetrics(built.loop, settings.role, worker_id, model_label(settings)))
+    server = channel.server()
+    services = [make(host, server) for make in attach]
+    watch = WatchService(host)
+    worker_pb2_grpc.add_WorkerServicer_to_server(watch, server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    host.address = await _listen(server, settings)
+    built.loop.start(watch.changed)
+    host.phase, host.progress = Phase.READY, ("ready", 1.0)
+    await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    _log.info("worker.ready", address=host.address, probes=host.probe_address, incarnation=incarnation)
+    await stop.wait()
+    host.phase = Phase.DRAINING
+    watch.wake()
+    await checks.enter_graceful_shutdown()
+    drained = await _drain(host)
+    for service in services:
+        await service.close()
+    await server.stop(grace=1.0)
+    await probes.stop()
+    await asyncio.to_thread(built.close)
+    _log.info("worker.stopped", drained=drained)
+    return 0
+
+
+def model_label(settings: Settings) -> str:
+    """The metric label of the model: the served name, or the file's."""
+    return settings.served_model_name or os.path.basename(settings.model.rstrip("/")) or "embedded"
+
+
+def _handle_signals(host: WorkerHost) -> asyncio.Event:
+    """First signal: stop gracefully (at once while loading). Second: exit."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if host.phase is Phase.LOADING or stop.is_set():
+            os._exit(0 if host.phase is Phase.LOADING else 1)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+async def _listen(server: grpc.aio.Server, settings: Settings) -> str:
+    """Bind and start; returns host:port as peers reach it."""
+    try:
+        port = server.add_insecure_port(settings.listen)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {settings.listen}: {error}; choose another address") from None
+    await server.start()
+    return settings.advertise or f"{settings.listen.rpartition(':')[0]}:{port}"
+
+
+async def _drain(host: WorkerHost) -> bool:
+    """Let running work finish, at most `drain_timeout_s`; True when nothing was left."""
+    deadline = asyncio.get_running_loop().time() + host.settings.drain_timeout_s
+    while asyncio.get_running_loop().time() < deadline:
+        s = host.built.loop.stats
+        if not (s.running or s.waiting or s.loading or s.held or host.hub.num_registered):
+            return True
+        await asyncio.sleep(0.05)
+    return False

@@ -1,0 +1,88 @@
+"""Worker.Watch: tells routers who this worker is and how it fares."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import grpc
+
+from services.version import VERSION
+from services.worker.host import WorkerHost
+from wire.codec import fingerprint_to_wire
+from wire.v1 import worker_pb2 as pb
+from wire.v1 import worker_pb2_grpc
+
+STATE_EVERY_S = 1.0
+STATE_NOT_BEFORE_S = 0.05
+
+
+class WatchService(worker_pb2_grpc.WorkerServicer):
+    """Hello, then a State on every change, at most each 50 ms and at least each second."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._watchers: set[asyncio.Event] = set()
+
+    def changed(self) -> None:
+        """Called on the engine's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.wake)
+
+    def wake(self) -> None:
+        for event in self._watchers:
+            event.set()
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WatchEvent]:
+        wake = asyncio.Event()
+        self._watchers.add(wake)
+        try:
+            yield pb.WatchEvent(hello=self._hello())
+            while True:
+                wake.clear()
+                yield pb.WatchEvent(state=self._state())
+                await asyncio.sleep(STATE_NOT_BEFORE_S)
+                try:
+                    await asyncio.wait_for(wake.wait(), STATE_EVERY_S)
+                except TimeoutError:
+                    continue
+        finally:
+            self._watchers.discard(wake)
+
+    def _hello(self) -> pb.Hello:
+        host, built = self._host, self._host.built
+        return pb.Hello(
+            worker_id=host.worker_id,
+            incarnation=host.incarnation,
+            role=host.settings.role,
+            fingerprint=fingerprint_to_wire(built.fingerprint),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=host.address,
+            probe_address=host.probe_address,
+            transports=[transport.name for transport in built.transports],
+            total_blocks=built.footprint.num_blocks,
+            block_size=built.fingerprint.block_size,
+            dtype=built.footprint.dtype,
+            version=VERSION,
+        )
+
+    def _state(self) -> pb.State:
+        loop = self._host.built.loop
+        stats = loop.stats
+        return pb.State(
+            phase=str(self._host.phase),
+            free_blocks=stats.free_blocks,
+            cached_blocks=stats.cached_blocks,
+            running=stats.running,
+            waiting=stats.waiting,
+            loading=stats.loading,
+            held=stats.held,
+            steps=stats.steps,
+            idle_s=loop.idle_s,
+        )

@@ -1,0 +1,136 @@
+"""A model that is a hash: its next token depends on every token it can reach through the block table.
+
+A wrong block, a stale slot, a lost copy-on-write or a doubled position gives another answer, so the
+paging is checked by comparing tokens, without a real model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from core.clock import FakeClock
+from core.request import Request, SamplingParams, TokenDelta
+from engine.batch import Batch
+from engine.block_pool import BlockPool
+from engine.engine import Engine
+from engine.messages import Add, Event, Failed
+from engine.scheduler import Limits, Scheduler
+
+VOCAB = 97
+
+
+def next_token(history: Sequence[int]) -> int:
+    """What the hash model says after `history`."""
+    value = 17
+    for position, token in enumerate(history):
+        value = (value * 31 + token * 7 + position) % 1_000_003
+    return value % VOCAB
+
+
+def expected(prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+class HashRunner:
+    """Keeps (token, position) per slot where a real model keeps K and V."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.size = block_size
+        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+        self.tokens_computed = 0
+        self.fail_at: int | None = None
+        self.steps = 0
+
+    def run(self, work: Batch) -> torch.Tensor:
+        self.steps += 1
+        if self.fail_at == self.steps:
+            raise RuntimeError("planted")
+        self.tokens_computed += work.num_tokens
+        slots, tokens = work.slots.tolist(), work.token_ids.tolist()
+        positions = work.positions.tolist()
+        for slot, token, position in zip(slots, tokens, positions, strict=True):
+            self.slots[slot] = (token, position)
+        logits = torch.zeros(len(work.logits_rows), VOCAB)
+        for out, row in enumerate(work.logits_rows.tolist()):
+            seq = max(i for i in range(work.num_seqs) if work.q_starts[i] <= row)
+            table, history = work.block_tables[seq].tolist(), []
+            for position in range(positions[row] + 1):
+                cell = self.slots[table[position // self.size] * self.size + position % self.size]
+                assert cell is not None, "a slot that was never written is attended"
+                token, written_for = cell
+                assert written_for == position, f"slot of position {position} holds position {written_for}"
+                history.append(token)
+            logits[out, next_token(history)] = 5.0
+        return logits
+
+    def copy_block(self, src: int, dst: int) -> None:
+        for offset in range(self.size):
+            self.slots[dst * self.size + offset] = self.slots[src * self.size + offset]
+
+
+class Harness:
+    """One engine on the hash model, stepped by hand."""
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 8, caching: bool = True, **limits: int) -> None:
+        self.clock = FakeClock()
+        self.pool = BlockPool(num_blocks, caching=caching)
+        given = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_waiting": 10_000, "min_remote_tokens": 1}
+        self.scheduler = Scheduler(
+            self.pool, Limits(block_size=block_size, **(given | limits)), b"namespace", self.clock
+        )
+        self.runner = HashRunner(num_blocks, block_size)
+        self.events: list[Event] = []
+        self.engine = Engine(self.scheduler, self.runner, self.events.extend, self.clock)
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **more: object) -> None:
+        fields = {k: more.pop(k) for k in ("prefill", "cache_salt", "block_hashes") if k in more}
+        params = SamplingParams(max_tokens=max_tokens, seed=more.pop("seed", 0), **({"temperature": 0.0} | more))  # type: ignore[arg-type]
+        self.engine.handle(Add(Request(request_id, tuple(prompt), params, **fields)))  # type: ignore[arg-type]
+
+    def step(self) -> bool:
+        busy = self.engine.step()
+        self.pool.check()
+        self.clock.advance(0.01)
+        return busy
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.step() and not self.scheduler.waiting:
+                return
+        raise AssertionError("the engine did not come to rest")
+
+    def tokens(self, request_id: str, index: int = 0) -> list[int]:
+        return [
+            t for e in self.events if isinstance(e, TokenDelta) and (e.request_id, e.index) == (request_id, index) for t in e.token_ids
+        ]
+
+    def finish(self, request_id: str) -> list[str]:
+        return [
+            str(e.finish_reason) for e in self.events if isinstance(e, TokenDelta) and e.request_id == request_id and e.finish_reason
+        ]
+
+    def gathered(self, request_id: str):
+        return next(e.gathered for e in self.events if isinstance(e, TokenDelta) and e.request_id == request_id and e.gathered)
+
+    def failure(self, request_id: str) -> Failed | None:
+        return next((e for e in self.events if isinstance(e, Failed) and e.request_id == request_id), None)
+
+    def assert_idle(self) -> None:
+        """Free + cached-unreferenced = total; nothing runs, waits, loads or is held."""
+        self.pool.check()
+        s = self.scheduler
+        assert not (s.running or s.waiting or s.loading or s.held or s.reports)
+        assert self.pool.num_free == self.pool.num_blocks
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed).randrange(VOCAB) for _ in range(length)]
+

@@ -1,0 +1,399 @@
+"""Paged execution against the hash model: every answer equals the one computed from tokens alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hash_model import VOCAB, expected, random_prompt
+
+from core.errors import ContextLengthExceeded, EngineFault, Overloaded
+from core.request import PrefillTarget
+from engine.messages import (
+    Abort,
+    AddPrefill,
+    BlocksArrived,
+    BlocksBuilt,
+    JobStarted,
+    LoadCancelled,
+    LoadFinished,
+    LoadOrdered,
+    LoadReport,
+    Quiet,
+)
+from engine.sequence import PrefillJob
+
+TARGET = PrefillTarget("p0", "127.0.0.1:1", "life")
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_block_borders_in_a_recycled_pool(harness, block_size: int) -> None:
+    h = harness(num_blocks=160 // block_size, block_size=block_size, caching=False, max_num_seqs=1)
+    for length in range(1, 51):
+        h.add(f"r{length}", random_prompt(length, length), 40)
+        h.run()
+        assert h.tokens(f"r{length}") == expected(random_prompt(length, length), 40)
+
+
+@pytest.mark.parametrize(("length", "cached"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+def test_whole_prompt_cached_leaves_a_token_to_compute(harness, length: int, cached: int) -> None:
+    h = harness(block_size=16)
+    prompt = random_prompt(length)
+    for name in ("cold", "hit"):
+        h.add(name, prompt)
+        h.run()
+        assert h.tokens(name) == expected(prompt, 8)
+    assert h.gathered("cold").cached_tokens == 0
+    assert h.gathered("hit").cached_tokens == cached
+
+
+def test_answers_do_not_depend_on_company(harness) -> None:
+    h = harness(num_blocks=256)
+    prompts = {f"r{i}": random_prompt(3 + 5 * i, i) for i in range(20)}
+    for name, prompt in prompts.items():
+        h.add(name, prompt, 10)
+    h.run()
+    for name, prompt in prompts.items():
+        assert h.tokens(name) == expected(prompt, 10)
+
+
+def test_choices_share_the_prompt_and_copy_on_write(harness) -> None:
+    h = harness(num_blocks=64, block_size=16)
+    prompt = random_prompt(37)
+    h.add("r", prompt, 20, n=4)
+    h.run()
+    assert h.finish("r") == ["length"] * 4
+    assert {tuple(h.tokens("r", i)) for i in range(4)} == {tuple(expected(prompt, 20))}
+    assert h.runner.tokens_computed == 37 + 4 * 19, "the prompt is computed once for all choices"
+
+
+def test_seeded_choices_differ_and_repeat(harness) -> None:
+    h = harness(num_blocks=64)
+    for name in ("a", "b"):
+        h.add(name, random_prompt(12), 16, n=3, temperature=2.5, seed=7)
+        h.run()
+    choices = [[h.tokens(name, i) for i in range(3)] for name in ("a", "b")]
+    assert choices[0] == choices[1]
+    assert len({tuple(c) for c in choices[0]}) > 1
+
+
+def test_preempted_requests_continue_exactly(harness) -> None:
+    """Two requests of 70% of the pool each, with sampling: the later one is preempted and finishes."""
+    h = harness(num_blocks=20, block_size=8)
+    for name, seed in (("a", 1), ("b", 2)):
+        h.add(name, random_prompt(16, seed), 96, temperature=1.5, seed=seed)
+    h.run()
+    assert h.scheduler.num_preempted > 0
+    crowded = {name: h.tokens(name) for name in ("a", "b")}
+    calm = harness(num_blocks=64, block_size=8)
+    for name, seed in (("a", 1), ("b", 2)):
+        calm.add(name, random_prompt(16, seed), 96, temperature=1.5, seed=seed)
+        calm.run()
+        assert crowded[name] == calm.tokens(name)
+
+
+def test_three_growing_outputs_all_finish(harness) -> None:
+    h = harness(num_blocks=32, block_size=16, max_num_seqs=8)
+    for i in range(3):
+        h.add(f"r{i}", random_prompt(110, i), 200)
+    h.run()
+    for i in range(3):
+        assert h.tokens(f"r{i}") == expected(random_prompt(110, i), 200)
+
+
+def test_what_never_fits_is_refused_at_once(harness) -> None:
+    h = harness(num_blocks=40, block_size=8)
+    h.add("big", random_prompt(300), 100)
+    failed = h.failure("big")
+    assert failed is not None
+    assert isinstance(failed.error, ContextLengthExceeded)
+    assert "400" not in failed.error.message
+    assert "320" in failed.error.message
+    h.add("small", random_prompt(9))
+    h.run()
+    assert h.tokens("small") == expected(random_prompt(9), 8)
+
+
+def test_a_full_queue_says_busy(harness) -> None:
+    h = harness(max_waiting=2)
+    for i in range(4):
+        h.add(f"r{i}", random_prompt(9, i))
+    failures = [h.failure(f"r{i}") for i in range(4)]
+    assert [bool(f) for f in failures] == [False, False, True, True]
+    assert isinstance(failures[2].error, Overloaded)
+    h.run()
+
+
+def test_shorts_pass_a_long_prompt_and_the_long_one_finishes(harness) -> None:
+    """Pain B7: neither side starves, whichever came first."""
+    h = harness(num_blocks=2048, block_size=8, max_num_batched_tokens=256, max_num_seqs=64)
+    h.add("long", random_prompt(6000), 4)
+    waits = []
+    for i in range(60):
+        if i < 20:
+            h.add(f"short{i}", random_prompt(40, i), 2)
+            born = h.engine.steps
+            while not h.tokens(f"short{i}"):
+                h.step()
+            waits.append(h.engine.steps - born)
+        else:
+            h.step()
+    assert max(waits) <= 3
+    h.run()
+    assert h.tokens("long") == expected(random_prompt(6000), 4)
+
+
+def test_long_prompt_finishes_under_constant_short_traffic(harness) -> None:
+    h = harness(num_blocks=256, block_size=8, max_num_batched_tokens=32, max_num_seqs=8)
+    h.add("long", random_prompt(800), 2)
+    for i in range(400):
+        h.add(f"s{i}", random_prompt(24, i), 2)
+        h.step()
+        if h.finish("long"):
+            break
+    assert h.finish("long") == ["length"]
+    assert h.engine.steps < 120
+    h.run()
+
+
+def test_a_large_request_is_passed_over_only_so_often(harness) -> None:
+    h = harness(num_blocks=32, block_size=8, max_num_seqs=16)
+    for i in range(4):
+        h.add(f"w{i}", random_prompt(20, i), 30)
+    h.step()
+    h.add("large", random_prompt(200, 99), 8)
+    for i in range(300):
+        h.add(f"s{i}", random_prompt(10, i), 6)
+        h.step()
+        if h.tokens("large"):
+            break
+    assert h.tokens("large"), "starved by short requests"
+    h.run()
+
+
+def test_max_tokens_one_and_stop_at_token_one(harness) -> None:
+    """Pain C5: no step runs after the last token."""
+    h = harness()
+    prompt = random_prompt(12)
+    (first,) = expected(prompt, 1)
+    h.add("one", prompt, 1)
+    h.run()
+    assert (h.tokens("one"), h.finish("one")) == ([first], ["length"])
+    steps = h.engine.steps
+    h.add("stop", prompt, 50, stop_token_ids=frozenset({first}))
+    h.run()
+    assert (h.tokens("stop"), h.finish("stop")) == ([first], ["stop"])
+    assert h.engine.steps - steps == 1
+
+
+def test_min_tokens_masks_every_stop_id(harness) -> None:
+    h = harness()
+    prompt = random_prompt(12)
+    stops = frozenset(expected(prompt, 5))
+    h.add("r", prompt, 20, stop_token_ids=stops, min_tokens=6)
+    h.run()
+    assert not stops & set(h.tokens("r")[:6])
+
+
+def test_salts_never_share(harness) -> None:
+    h = harness()
+    for name, salt in (("a", ""), ("b", "tenant"), ("c", "tenant")):
+        h.add(name, random_prompt(40), 2, cache_salt=salt)
+        h.run()
+    assert [h.gathered(n).cached_tokens for n in ("a", "b", "c")] == [0, 0, 32]
+
+
+def test_a_broken_hash_never_mixes_prompts(harness, monkeypatch) -> None:
+    """Pain B2: with a constant hash the tokens compared on a hit keep answers right."""
+
+    class Constant:
+        def digest(self) -> bytes:
+            return b"\0" * 32
+
+    monkeypatch.setattr("core.blocks.blake3", lambda _: Constant())
+    h = harness()
+    for i in range(6):
+        prompt = random_prompt(40, i % 3)
+        h.add(f"r{i}", prompt, 6)
+        h.run()
+        assert h.tokens(f"r{i}") == expected(prompt, 6)
+    repeated = [5] * 40
+    h.add("same", repeated, 6)
+    h.add("same2", repeated, 6)
+    h.run()
+    assert h.tokens("same") == h.tokens("same2") == expected(repeated, 6)
+
+
+def test_a_failing_step_ends_its_requests_only(harness) -> None:
+    """Pain A6: the engine lives on."""
+    h = harness()
+    h.runner.fail_at = 3
+    h.add("bad", random_prompt(12), 10)
+    for _ in range(4):
+        h.step()
+    failed = h.failure("bad")
+    assert failed is not None
+    assert isinstance(failed.error, EngineFault)
+    assert len(h.tokens("bad")) == 2
+    h.add("good", random_prompt(12), 10)
+    h.run()
+    assert h.tokens("good") == expected(random_prompt(12), 10)
+
+
+# ---- prefill jobs and loads
+
+
+def test_prefill_job_publishes_as_it_commits_and_is_held(harness) -> None:
+    h = harness(block_size=8, max_num_batched_tokens=16)
+    h.engine.handle(AddPrefill(PrefillJob("job", tuple(random_prompt(48)))))
+    while h.step():
+        pass
+    built = [e for e in h.events if isinstance(e, BlocksBuilt)]
+    assert [(e.first, len(e.block_ids)) for e in built] == [(0, 2), (2, 2), (4, 2)]
+    assert list(h.scheduler.held) == ["job"]
+    assert h.pool.num_free == 64 - 6
+    h.engine.handle(Abort("job"))
+    h.engine.handle(Abort("job"))
+    h.engine.handle(AddPrefill(PrefillJob("again", tuple(random_prompt(48)))))
+    h.step()
+    started = [e for e in h.events if isinstance(e, JobStarted)]
+    assert [e.cached_blocks for e in started] == [0, 6], "a whole job may be cached: nothing is sampled"
+    h.engine.handle(Abort("again"))
+
+
+def _deliver(source, target, order: LoadOrdered, count: int) -> None:
+    """Copy blocks from another engine's pool as a transfer would, and report them."""
+    h, p = target, source
+    p.engine.handle(AddPrefill(PrefillJob("job", order.token_ids, order.cache_salt)))
+    while p.step():
+        pass
+    blocks = [b for e in p.events if isinstance(e, BlocksBuilt) for b in e.block_ids]
+    size = h.runner.size
+    for src, dst in list(zip(blocks[order.first_block :], order.block_ids, strict=True))[:count]:
+        for offset in range(size):
+            h.runner.slots[dst * size + offset] = p.runner.slots[src * size + offset]
+    h.engine.handle(BlocksArrived(order.request_id, count))
+    p.engine.handle(Abort("job"))
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 3, 4])
+def test_what_a_source_does_not_deliver_is_computed(harness, arrived: int) -> None:
+    p, h = harness(block_size=8), harness(block_size=8)
+    prompt = random_prompt(37)
+    h.add("r", prompt, 6, prefill=TARGET)
+    h.step()
+    (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
+    assert (order.first_block, len(order.block_ids)) == (0, 4)
+    assert not h.step(), "nothing is computed while blocks arrive"
+    _deliver(p, h, order, arrived)
+    h.engine.handle(LoadFinished("r", LoadReport(arrived=arrived)))
+    h.run()
+    assert h.tokens("r") == expected(prompt, 6)
+    gathered = h.gathered("r")
+    assert (gathered.remote_tokens, gathered.computed_tokens) == (8 * arrived, 37 - 8 * arrived)
+    assert h.runner.tokens_computed == 37 - 8 * arrived + 5
+
+
+def test_own_pool_comes_first_and_short_rests_are_computed_here(harness) -> None:
+    h = harness(block_size=8, min_remote_tokens=16)
+    prompt = random_prompt(60)
+    h.add("first", prompt[:33], 2)
+    h.run()
+    h.add("more", prompt, 2, prefill=TARGET)
+    h.step()
+    (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
+    assert (order.first_block, len(order.block_ids)) == (4, 3)
+    h.engine.handle(LoadFinished("more", LoadReport(arrived=0)))
+    h.run()
+    h.add("short", prompt[:20] + [1] * 12, 2, prefill=TARGET)
+    h.run()
+    assert sum(isinstance(e, LoadOrdered) for e in h.events) == 1
+
+
+def test_aborting_a_load_keeps_its_blocks_until_it_is_over(harness) -> None:
+    h = harness(block_size=8)
+    h.add("r", random_prompt(37), 6, prefill=TARGET)
+    h.step()
+    h.engine.handle(Abort("r"))
+    h.step()
+    assert any(isinstance(e, LoadCancelled) for e in h.events)
+    assert h.pool.num_free == 64 - 5, "a read may still be writing"
+    h.engine.handle(BlocksArrived("r", 2))
+    h.engine.handle(LoadFinished("r", LoadReport(arrived=2)))
+    assert h.pool.num_free == 64
+    h.engine.handle(LoadFinished("r", LoadReport(arrived=2)))
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_unquiet_blocks_are_quarantined_and_replaced(harness, tight: bool) -> None:
+    """A timed-out read may write later: nobody may own its target blocks until then."""
+    h = harness(num_blocks=6 if tight else 64, block_size=8)
+    prompt = random_prompt(37)
+    h.add("r", prompt, 6, prefill=TARGET)
+    h.step()
+    (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
+    h.engine.handle(LoadFinished("r", LoadReport(arrived=0, unquiet=order.block_ids)))
+    assert h.pool.num_quarantined == 4
+    for _ in range(20):
+        h.step()
+    assert h.tokens("r") == ([] if tight else expected(prompt, 6))
+    for block_id in order.block_ids:
+        for offset in range(8):
+            h.runner.slots[block_id * 8 + offset] = (13, 999)  # the late write
+    h.engine.handle(Quiet(order.block_ids))
+    h.run()
+    assert h.tokens("r") == expected(prompt, 6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_storm_keeps_the_books(harness, seed: int) -> None:
+    """Pain B4: 500 short random requests on 64 blocks: abort, stop, n, preempt, jobs, loads."""
+    h, rng, open_loads, jobs = harness(num_blocks=64, block_size=8), random.Random(seed), [], []
+    answered, seen = 0, 0
+    for i in range(500):
+        name, prompt = f"r{i}", random_prompt(rng.randrange(1, 120), rng.randrange(30))
+        kind = rng.random()
+        if kind < 0.15:
+            job = f"j{i}"
+            h.engine.handle(AddPrefill(PrefillJob(job, tuple(prompt[: len(prompt) // 8 * 8] or prompt * 8))))
+            jobs.append(job)
+        else:
+            h.add(
+                name,
+                prompt,
+                rng.randrange(1, 60),
+                n=rng.choice([1, 1, 1, 2, 3]),
+                temperature=rng.choice([0.0, 1.0]),
+                stop_token_ids=frozenset({rng.randrange(VOCAB)}),
+                prefill=TARGET if rng.random() < 0.4 else None,
+            )
+        for _ in range(rng.randrange(4)):
+            h.step()
+        for event in h.events[seen:]:
+            if isinstance(event, LoadOrdered):
+                open_loads.append(event)
+        seen = len(h.events)
+        while open_loads and rng.random() < 0.5:
+            order = open_loads.pop(rng.randrange(len(open_loads)))
+            unquiet = order.block_ids[-2:] if rng.random() < 0.2 else ()
+            h.engine.handle(LoadFinished(order.request_id, LoadReport(0, unquiet=unquiet)))
+            h.engine.handle(Quiet(unquiet))
+        if rng.random() < 0.3:
+            h.engine.handle(Abort(f"r{rng.randrange(i + 1)}", rng.choice([None, 0, 1])))
+        while jobs and rng.random() < 0.4:
+            h.engine.handle(Abort(jobs.pop(rng.randrange(len(jobs)))))
+    for _ in range(20_000):
+        for event in h.events[seen:]:
+            if isinstance(event, LoadOrdered):
+                open_loads.append(event)
+        seen = len(h.events)
+        for order in open_loads:
+            h.engine.handle(LoadFinished(order.request_id, LoadReport(0)))
+        open_loads.clear()
+        for job in jobs:
+            h.engine.handle(Abort(job))
+        jobs.clear()
+        if not h.step() and not h.scheduler.waiting and not h.scheduler.loading:
+            break
+    answered = sum(len(h.finish(f"r{i}")) for i in range(500))
+    assert answered > 300

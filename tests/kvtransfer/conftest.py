@@ -1,0 +1,96 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from core import faults
+from kvtransfer.nixl_transport import NixlTransport
+from kvtransfer.region import Region
+from kvtransfer.shm_transport import ShmTransport
+from kvtransfer.transport import Transport
+
+HERE = Path(__file__).parent
+BLOCK_NBYTES = 64 * 1024
+NUM_BLOCKS = 32
+
+
+class Owner:
+    """A process that owns a region with known random bytes (`kv_owner.py`)."""
+
+    def __init__(self, transport: str, incarnation: str, num_blocks: int, block_nbytes: int) -> None:
+        root = str(HERE.parent.parent)
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "kv_owner.py", transport, str(num_blocks), str(block_nbytes), incarnation],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the owner did not start"
+        said = json.loads(line)
+        self.offer = bytes.fromhex(said["offer"])
+        self.checksums: list[int] = said["checksums"]
+        self.pid = self.process.pid
+
+    def fill(self, block: int, value: int) -> None:
+        """Overwrite one block; returns when it is done."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"fill {block} {value}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def close(self) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def start_owner() -> Iterator[Callable[..., Owner]]:
+    owners: list[Owner] = []
+
+    def start(
+        transport: str,
+        incarnation: str = "life-1",
+        num_blocks: int = NUM_BLOCKS,
+        block_nbytes: int = BLOCK_NBYTES,
+    ) -> Owner:
+        owners.append(Owner(transport, incarnation, num_blocks, block_nbytes))
+        return owners[-1]
+
+    yield start
+    for owner in owners:
+        owner.close()
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create(NUM_BLOCKS, BLOCK_NBYTES, "reader-1")
+    yield region
+    region.close()
+
+
+@pytest.fixture(params=["shm", "nixl"])
+def transport(request: pytest.FixtureRequest, region: Region) -> Iterator[Transport]:
+    transport: Transport = ShmTransport(region) if request.param == "shm" else NixlTransport(region, "reader")
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def set_faults() -> Iterator[Callable[[str], None]]:
+    yield faults.configure
+    faults.configure("")
