@@ -49,7 +49,8 @@ class NixlTransport:
     second and 140 MB of process memory, most of it for loading the library).
 
     `memory` and `device` say what the region's addresses mean: DRAM of the host, or VRAM of a GPU.
-    A lock keeps the agent to one thread at a time.
+    A lock keeps the agent to one thread at a time. UCX keeps one socket for each connection that was
+    given up until either process ends, so do not reconnect to a living peer without need.
     """
 
     name = "nixl"
@@ -62,6 +63,7 @@ class NixlTransport:
         self.lock = threading.Lock()
         self._agent: Any = None
         self._registered: Any = None
+        self._mapped: memoryview | None = None  # keeps the memory mapped for as long as NIXL may use it
         self._pools: dict[str, NixlPool] = {}
 
     def offer(self) -> bytes:
@@ -119,7 +121,7 @@ class NixlTransport:
             if self._agent is None or self._pools:
                 return
             self._agent.deregister_memory(self._registered)
-            self._agent = self._registered = None
+            self._agent = self._registered = self._mapped = None
 
     def _started(self) -> Any:
         if self._agent is not None:
@@ -133,7 +135,7 @@ class NixlTransport:
             raise ConfigError(
                 f"NIXL cannot serve the KV pool ({_text(error)}); use --transport shm on one host"
             ) from error
-        self._agent = agent
+        self._agent, self._mapped = agent, region.data
         return agent
 
 

@@ -157,12 +157,10 @@ class Puller:
         self._leave(retiring)
 
     def _leave(self, retiring: list[PeerPool]) -> None:
+        """No pull can be queued behind the end, but pools can."""
         while not self._queue.empty():
             task = self._queue.get()
-            if isinstance(task, _Pull):
-                error = PeerLost("this worker is shutting down; the pull was not begun")
-                self._post(task, self._finish, task, error, True)
-            elif task is not None:
+            if task is not None and not isinstance(task, _Pull):
                 retiring.append(task)
         for pool in retiring:
             pool.close()
@@ -182,6 +180,8 @@ class Puller:
         return quiet
 
     def _read_and_verify(self, pull: _Pull) -> PullStats:
+        if self._closing:
+            raise PeerLost("this worker is shutting down; the pull was not begun")
         if pull.result.cancelled():
             raise PeerLost("nobody waits for this pull any more")
         started = self._clock()

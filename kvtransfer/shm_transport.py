@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +24,6 @@ def host_id() -> str:
     """The boot of the kernel and the pid namespace: where it is equal, a pid means the same process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def on_this_host(offers: Mapping[str, bytes]) -> bool:
-    """Whether the peer that made `offers` (name -> body) can be reached through shared memory."""
-    body = offers.get("shm")
-    return body is not None and decode(body, ShmOffer).host == host_id()
 
 
 class ShmTransport:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from core.errors import ConfigError
 from engine.models.llama import Llama
 
-MODELS: dict[str, type[Llama]] = {"LlamaForCausalLM": Llama}
-"""Keys are Hugging Face architecture names; GGUF files are given the matching one when opened."""
+MODELS: dict[str, type[Llama]] = {"llama": Llama}
+"""Keys are `ModelConfig.architecture`: one name for GGUF and Hugging Face checkpoints."""
 
 
 def model_class(architecture: str) -> type[Llama]:

@@ -26,7 +26,6 @@ from kvtransfer.handshake import PeerBook, check
 from kvtransfer.leases import LeaseView
 from kvtransfer.ledger import Ledger
 from kvtransfer.puller import Puller
-from kvtransfer.shm_transport import on_this_host
 from kvtransfer.transport import PeerPool, Transport, choose
 from services.worker.host import WorkerHost
 from wire import channel, status
@@ -212,8 +211,17 @@ class Loader:
         if reply.incarnation != target.incarnation:
             raise PeerLost(f"{target.worker_id} was restarted since the plan was made")
         offers = {offer.name: offer.body for offer in reply.offers}
-        name = choose(self._host.settings.transport, offers, same_host=on_this_host(offers))
-        return await asyncio.to_thread(self._transports[name].connect, offers[name])
+        return await asyncio.to_thread(self._open, offers)
+
+    def _open(self, offers: dict[str, bytes]) -> PeerPool:
+        """Connect over the best transport that both sides run and that reaches the other."""
+        names = choose(self._host.settings.transport, self._transports, offers)
+        for name in names[:-1]:
+            try:
+                return self._transports[name].connect(offers[name])
+            except PeerLost as error:
+                _log.info("transport.passed_over", transport=name, reason=error.message)
+        return self._transports[names[-1]].connect(offers[names[-1]])
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

@@ -64,6 +64,9 @@ class GenerationEndpoint(Generic[B]):
                 raise Unavailable(f"the answer was not complete after {limit_s:g} s; ask for less") from None
         except ClientGone:
             progress.client_gone()
+        except asyncio.CancelledError:
+            progress.failed(Unavailable("the router is shutting down"))
+            raise
         except BatonError as error:
             await self._fail(error, progress, reply)
         except Exception:
@@ -79,7 +82,7 @@ class GenerationEndpoint(Generic[B]):
     async def _answer(self, body: B, forced: Forced, inbox: Inbox, progress: Progress, reply: Reply) -> None:
         text, _ = self._router.serving()
         prompts = await text.prompts(body)
-        generation = Generation(self._router, body, prompts, forced, inbox)
+        generation = Generation(progress.record.request_id, self._router, body, prompts, forced, inbox)
         try:
             generation.start()
             progress.started(generation)
@@ -97,7 +100,7 @@ class GenerationEndpoint(Generic[B]):
     ) -> None:
         while not generation.finished:
             pieces = await generation.next()
-            progress.took(pieces)
+            progress.took(generation, pieces)
             if not reply.started:
                 await reply.open(_plan_headers(generation))
             await reply.events(shape.chunks(pieces))
@@ -105,13 +108,11 @@ class GenerationEndpoint(Generic[B]):
             await reply.events([shape.usage_chunk(generation.usage())])
         await reply.done()
 
-    async def _whole(
-        self, generation: Generation, shape: Shape[B], progress: Progress, reply: Reply
-    ) -> None:
+    async def _whole(self, generation: Generation, shape: Shape[B], progress: Progress, reply: Reply) -> None:
         answers: dict[int, tuple[Part, Piece]] = {}
         while not generation.finished:
             pieces = await generation.next()
-            progress.took(pieces)
+            progress.took(generation, pieces)
             for part, piece in pieces:
                 _, answer = answers.setdefault(piece.index, (part, Piece(piece.index)))
                 answer.append(piece)
@@ -131,7 +132,9 @@ def _forced_plan(scope: dict[str, Any]) -> Forced:
         return Forced(values[0].decode("latin-1").strip().lower()) if values else Forced.AUTO
     except ValueError:
         known = ", ".join(Forced)
-        raise InvalidParameter(f"the header X-Baton-Plan takes one of {known}", param="X-Baton-Plan") from None
+        raise InvalidParameter(
+            f"the header X-Baton-Plan takes one of {known}", param="X-Baton-Plan"
+        ) from None
 
 
 def _plan_headers(generation: Generation) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ class Fleet:
         self, discovery: Discovery, tokenizer_digest: str, silence_s: float, clock: Clock = monotonic
     ) -> None:
         self.roster = Roster(tokenizer_digest, silence_s)
-        self.connections_lost: Counter[str] = Counter({role: 0 for role in Role})
+        self.connections_lost: Counter[str] = Counter(dict.fromkeys(Role, 0))
         self._router_id = f"router-{uuid.uuid4().hex[:8]}"
         self._discovery = discovery
         self._clock = clock
@@ -121,14 +121,15 @@ class Fleet:
         """One Watch stream, to its end; returns why it ended."""
         call = pb_grpc.WorkerStub(link.channel).Watch(pb.WatchRequest(router_id=self._router_id))
         try:
+            events = aiter(call)
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                event = await call.read()
-            if event is grpc.aio.EOF or event.WhichOneof("kind") != "hello":
+                event = await anext(events, pb.WatchEvent())
+            if event.WhichOneof("kind") != "hello":
                 return "the first message was not a Hello; is this a Baton worker?"
             if event.hello.role not in (Role.PREFILL, Role.DECODE):
                 return "its role is neither prefill nor decode; is this worker's version another?"
             self._greet(address, link, event.hello)
-            while (event := await call.read()) is not grpc.aio.EOF:
+            async for event in events:
                 if event.WhichOneof("kind") == "state":
                     self.roster.state(address, event.state, self._clock())
                     self._report(address, link)

@@ -9,7 +9,6 @@ running: what has not finished is cancelled at its worker.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,10 +54,16 @@ class Generation:
     """`start` once, `next` until `finished`, `close` always."""
 
     def __init__(
-        self, router: Router, body: GenerationBody, prompts: Sequence[Prompt], forced: Forced, inbox: Inbox
+        self,
+        request_id: str,
+        router: Router,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        forced: Forced,
+        inbox: Inbox,
     ) -> None:
         """Plan every prompt. Raises RequestError or Unavailable before any worker is touched."""
-        self.id = uuid.uuid4().hex
+        self.id = request_id
         self._router = router
         self._text, self._fleet = router.serving()
         self._body = body
@@ -186,6 +191,8 @@ class Generation:
         choice = part.choices[delta.index]
         if choice.finished:
             return None
+        if self._body.prompt_logprobs and len(part.logprobs) != len(part.prompt.token_ids):
+            raise EngineFault("the decode worker did not send the prompt's log probabilities")
         if delta.finish_reason is FinishReason.ABORT:
             raise WorkerLost(f"decode worker {part.plan.decode.worker_id} gave the request up; try again")
         piece = choice.feed(delta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,9 +14,6 @@ from core.request import Role
 from services.router.fleet import Fleet
 from services.router.roster import WorkerState
 
-ALIASED = (names.TTFT, names.ITL, names.E2E, names.PROMPT_TOKENS, names.GENERATION_TOKENS)
-"""Ours that are exported under vLLM's names too; the other aliases are the workers'."""
-
 
 class RouterMetrics:
     """A registry of its own, so that several routers (tests) live in one process.
@@ -26,25 +23,25 @@ class RouterMetrics:
 
     def __init__(self, fleet: Callable[[], Fleet | None]) -> None:
         self.registry = CollectorRegistry()
-        own = {"registry": self.registry}
-        model = ("model_name",)
-        self.requests = Counter(names.REQUESTS, "HTTP requests answered", ("route", "status"), **own)
-        self.in_flight = Gauge(names.REQUESTS_IN_FLIGHT, "generation requests now in the router", **own)
-        self.plans = Counter(names.PLANS, "plans made", ("plan", "reason"), **own)
-        self.ttft = Histogram(
-            names.TTFT, "seconds from request to first token", model, buckets=names.TTFT_BUCKETS, **own
-        )
-        self.itl = Histogram(
-            names.ITL, "seconds between tokens of a choice", model, buckets=names.ITL_BUCKETS, **own
-        )
-        self.e2e = Histogram(
-            names.E2E, "seconds from request to its end", model, buckets=names.TTFT_BUCKETS, **own
-        )
-        self.prompt_tokens = Counter(names.PROMPT_TOKENS, "prompt tokens of started requests", model, **own)
-        self.generation_tokens = Counter(names.GENERATION_TOKENS, "tokens generated", model, **own)
-        self.finished = Counter(names.FINISHED, "choices that finished", ("reason",), **own)
-        self.client_gone = Counter(names.CLIENT_GONE, "clients that left before their answer's end", **own)
-        self.faults = Counter(names.FAULTS, "answers that failed on our side", ("where",), **own)
+        registry, model = self.registry, ("model_name",)
+
+        def counter(name: str, what: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(name, what, labels, registry=registry)
+
+        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, what, model, registry=registry, buckets=buckets)
+
+        self.requests = counter(names.REQUESTS, "HTTP requests answered", ("route", "status"))
+        self.in_flight = Gauge(names.REQUESTS_IN_FLIGHT, "requests being answered", registry=registry)
+        self.plans = counter(names.PLANS, "plans made", ("plan", "reason"))
+        self.ttft = histogram(names.TTFT, "seconds from request to first token", names.TTFT_BUCKETS)
+        self.itl = histogram(names.ITL, "seconds between tokens of a choice", names.ITL_BUCKETS)
+        self.e2e = histogram(names.E2E, "seconds from request to its end", names.TTFT_BUCKETS)
+        self.prompt_tokens = counter(names.PROMPT_TOKENS, "prompt tokens of started requests", model)
+        self.generation_tokens = counter(names.GENERATION_TOKENS, "tokens generated", model)
+        self.finished = counter(names.FINISHED, "choices that finished", ("reason",))
+        self.client_gone = counter(names.CLIENT_GONE, "clients that left before their answer's end")
+        self.faults = counter(names.FAULTS, "answers that failed on our side", ("where",))
         self.registry.register(_FleetCollector(fleet))
         self.registry.register(
             _Aliases([self.ttft, self.itl, self.e2e, self.prompt_tokens, self.generation_tokens])
@@ -81,7 +78,7 @@ class _FleetCollector(Collector):
 class _Aliases(Collector):
     """The same samples under vLLM's names."""
 
-    def __init__(self, metrics: list[Counter | Histogram]) -> None:
+    def __init__(self, metrics: Sequence[Counter | Histogram]) -> None:
         self._metrics = metrics
 
     def describe(self) -> Iterable[Metric]:

@@ -30,14 +30,16 @@ class Progress:
         self.record = Record(client_request_id, model, clock)
 
     def started(self, generation: Generation) -> None:
-        self.record.request_id = generation.id
         self.record.plan = generation.parts[0].plan
         self.record.prompt_tokens = generation.num_prompt_tokens
         self._metrics.prompt_tokens.labels(self.record.model).inc(generation.num_prompt_tokens)
 
-    def took(self, pieces: Iterable[tuple[Part, Piece]]) -> None:
+    def took(self, generation: Generation, pieces: Iterable[tuple[Part, Piece]]) -> None:
         """Deltas arrived."""
         now, model = self._clock(), self.record.model
+        generated = generation.num_generated_tokens
+        self._metrics.generation_tokens.labels(model).inc(generated - self.record.completion_tokens)
+        self.record.completion_tokens = generated
         if self.record.first_token_at is None:
             self.record.first_token_at = now
             self._metrics.ttft.labels(model).observe(now - self.record.began_at)
@@ -51,9 +53,7 @@ class Progress:
                 self._metrics.finished.labels(piece.finish_reason).inc()
 
     def ended(self, generation: Generation) -> None:
-        self.record.completion_tokens = generation.num_generated_tokens
         self.record.gathered = generation.gathered
-        self._metrics.generation_tokens.labels(self.record.model).inc(generation.num_generated_tokens)
 
     def client_gone(self) -> None:
         self.record.http_status, self.record.error = CLIENT_CLOSED_REQUEST, "client_gone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 
 from core import log
@@ -14,12 +15,12 @@ logger = log.get("router.request")
 
 @dataclass(slots=True)
 class Record:
-    """Filled in as the request goes; `write` logs it at INFO with the log line's own timestamp."""
+    """Filled in as the request goes; `write` logs it at INFO. `request_id` is ours, in every answer's id."""
 
     client_request_id: str
     model: str
     clock: Clock = monotonic
-    request_id: str = ""
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     began_at: float = field(init=False)
     first_token_at: float | None = None
     prompt_tokens: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,7 @@ class Router:
         self.fleet: Fleet | None = None
         self.draining = False
         self.metrics = RouterMetrics(lambda: self.fleet)
+        self.created = int(time.time())
         self._in_flight = 0
 
     def serving(self) -> tuple[TextSide, Fleet]:

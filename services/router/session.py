@@ -39,7 +39,9 @@ class Inbox:
         self._wake = asyncio.Event()
 
     def put(self, delta: TokenDelta) -> bool:
-        """False: the reader is too far behind, nothing was put."""
+        """False: the reader is too far behind, nothing was put. After a failure nothing is taken."""
+        if self._error is not None:
+            return True
         if len(self._deltas) >= self._bound:
             return False
         self._deltas.append(delta)
@@ -130,7 +132,7 @@ class Session:
         writer = asyncio.create_task(self._write(call))
         heard, reason = False, "the stream ended"
         try:
-            while (reply := await call.read()) is not grpc.aio.EOF:
+            async for reply in call:
                 heard = True
                 self._dispatch(reply)
         except grpc.aio.AioRpcError as error:

@@ -31,7 +31,9 @@ class Reply:
 
     async def json(self, value: Any, headers: Headers) -> None:
         body = orjson.dumps(value)
-        await self._start([("content-type", "application/json"), ("content-length", str(len(body))), *headers])
+        await self._start(
+            [("content-type", "application/json"), ("content-length", str(len(body))), *headers]
+        )
         await self._body(body, more=False)
 
     async def open(self, headers: Headers) -> None:

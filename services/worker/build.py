@@ -19,10 +19,10 @@ from core.kv import Fingerprint, KVLayout
 from core.settings import Settings
 from engine.block_pool import BlockPool
 from engine.engine import Engine
+from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_cache import KVCache
 from engine.loop import EngineLoop
 from engine.messages import Event
-from engine.kernels.cpu import CpuKernels
 from engine.models.dtype import resolve_dtype
 from engine.models.registry import model_class
 from engine.models.weights import load_weights
@@ -96,7 +96,7 @@ def build(
     )
     progress("building the model", 0.0)
     config = checkpoint.config
-    model = model_class(config.architecture)(config, weights, CpuKernels(), _longest(config, settings))
+    model = model_class(config.architecture)(config, weights, TorchKernels(), _longest(config, settings))
     layout = _layout(checkpoint.config, settings, dtype)
     num_blocks = _num_blocks(settings, layout)
     region = Region.create(num_blocks, layout.block_nbytes, incarnation)

@@ -24,7 +24,14 @@ class Owner:
     def __init__(self, transport: str, incarnation: str, num_blocks: int, block_nbytes: int) -> None:
         root = str(HERE.parent.parent)
         self.process = subprocess.Popen(
-            [sys.executable, HERE / "kv_owner.py", transport, str(num_blocks), str(block_nbytes), incarnation],
+            [
+                sys.executable,
+                HERE / "kv_owner.py",
+                transport,
+                str(num_blocks),
+                str(block_nbytes),
+                incarnation,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -74,6 +81,21 @@ def start_owner() -> Iterator[Callable[..., Owner]]:
     yield start
     for owner in owners:
         owner.close()
+
+
+@pytest.fixture(scope="session")
+def living_owners() -> Iterator[dict[str, Owner]]:
+    """One owner per transport for all tests that leave it alive; started when first asked for."""
+    owners = _Living()
+    yield owners
+    for owner in owners.values():
+        owner.close()
+
+
+class _Living(dict[str, Owner]):
+    def __missing__(self, transport: str) -> Owner:
+        self[transport] = Owner(transport, "life-1", NUM_BLOCKS, BLOCK_NBYTES)
+        return self[transport]
 
 
 @pytest.fixture

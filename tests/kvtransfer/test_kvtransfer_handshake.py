@@ -30,7 +30,9 @@ def test_equal_fingerprints_pair():
 def test_each_field_alone_is_refused_by_name(name):
     ours = getattr(OURS, name)
     theirs = ours + 1 if isinstance(ours, int) else ours + "x"
-    with pytest.raises(IncompatiblePeer, match=f"differ in {name}: {ours!r} here, {theirs!r} there") as caught:
+    with pytest.raises(
+        IncompatiblePeer, match=f"differ in {name}: {ours!r} here, {theirs!r} there"
+    ) as caught:
         check(OURS, replace(OURS, **{name: theirs}))
     assert caught.value.field == name
 

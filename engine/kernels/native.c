@@ -1,0 +1,396 @@
+/* CPU kernels of the decode step. Built on first use by engine/kernels/native_build.py, called through
+ * ctypes with plain pointers; the meaning of each is that of its twin in engine/kernels/reference.py.
+ *
+ * Numbers are fp32 or bf16 (flag `bf16`, constant after inlining), sums always fp32. Row lengths are
+ * multiples of 32 numbers, head dims at most MAX_HEAD_DIM, block sizes multiples of 8; the caller
+ * checks. Vectors are GCC's generic ones, so any instruction set compiles; AVX-512 fits them exactly.
+ */
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define MAX_HEAD_DIM 256
+#define MAX_GROUP 4          /* query heads of one KV head that share one pass over K and V */
+#define LOWEST (-1e30f)      /* a score nobody has; finite, so that differences never are NaN */
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+
+/* ---- loads, stores, reductions ---- */
+
+INLINE const void *at(const void *p, int64_t i, int bf16) { return (const char *)p + (i << (bf16 ? 1 : 2)); }
+
+INLINE vf load(const void *p, int64_t i, int bf16) {
+    if (bf16) {
+        vh half;
+        memcpy(&half, at(p, i, 1), sizeof half);
+        return (vf)(__builtin_convertvector(half, vu) << 16);
+    }
+    vf v;
+    memcpy(&v, at(p, i, 0), sizeof v);
+    return v;
+}
+
+/* Rounds to nearest even. */
+INLINE void store(void *p, int64_t i, vf v, int bf16) {
+    if (bf16) {
+        vu bits = (vu)v;
+        vh half = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, vh);
+        memcpy((uint16_t *)p + i, &half, sizeof half);
+    } else {
+        memcpy((float *)p + i, &v, sizeof v);
+    }
+}
+
+INLINE void store_one(void *p, int64_t i, float x, int bf16) {
+    if (bf16) {
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        ((uint16_t *)p)[i] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    } else {
+        ((float *)p)[i] = x;
+    }
+}
+
+/* Lane i of the result is the sum over all lanes of v[i]. Destroys v. */
+INLINE vf sum_each(vf v[LANES]) {
+    UNROLL for (int i = 0; i < 8; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    UNROLL for (int i = 0; i < 4; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    UNROLL for (int i = 0; i < 2; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    return __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+INLINE float sum(vf v) {
+    float s = 0;
+    UNROLL for (int i = 0; i < LANES; i++) s += v[i];
+    return s;
+}
+
+INLINE float highest(vf v) {
+    float m = v[0];
+    UNROLL for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+
+INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+/* e^x to about 1e-7 relative; x is clamped to +-87. */
+INLINE vf exp_each(vf x) {
+    x = pick(x < -87.0f, splat(-87.0f), x);
+    x = pick(x > 87.0f, splat(87.0f), x);
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vf n = x * 1.44269504f + magic;
+    vi exponent = (vi)n - (vi)magic;
+    n -= magic;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = splat(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * (vf)((exponent + 127) << 23);
+}
+
+/* ---- linear: y[m, n] = sum over k of x[m, k] * w[n, k], for few rows m ---- */
+
+/* M x N results at once: every number of w is used M times, every number of x N times. */
+INLINE void linear_tile(const void *x, const void *w, void *y, int64_t k, int64_t n, const int M, const int N,
+                        const int bf16, const int y_bf16) {
+    vf sums[LANES] = {{0}};
+    const int step = bf16 ? 2 * LANES : LANES;
+    for (int64_t p = 0; p < k; p += step) {
+#ifdef __AVX512BF16__
+        if (bf16) {
+            __m512bh b[8];
+            UNROLL for (int j = 0; j < N; j++) b[j] = (__m512bh)_mm512_loadu_si512(at(w, j * k + p, 1));
+            UNROLL for (int i = 0; i < M; i++) {
+                __m512bh a = (__m512bh)_mm512_loadu_si512(at(x, i * k + p, 1));
+                UNROLL for (int j = 0; j < N; j++)
+                    sums[i * N + j] = (vf)_mm512_dpbf16_ps((__m512)sums[i * N + j], a, b[j]);
+            }
+            continue;
+        }
+#endif
+        for (int64_t q = p; q < p + step; q += LANES) {
+            vf b[8];
+            UNROLL for (int j = 0; j < N; j++) b[j] = load(w, j * k + q, bf16);
+            UNROLL for (int i = 0; i < M; i++) {
+                vf a = load(x, i * k + q, bf16);
+                UNROLL for (int j = 0; j < N; j++) sums[i * N + j] += a * b[j];
+            }
+        }
+    }
+    vf totals = sum_each(sums);
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int j = 0; j < N; j++) store_one(y, i * n + j, totals[i * N + j], y_bf16);
+}
+
+/* Rows w[0 .. N) against all m rows of x. */
+INLINE void linear_rows(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, const int N,
+                        const int bf16, const int y_bf16) {
+    for (; m >= 4 && N <= 4; m -= 4) {
+        linear_tile(x, w, y, k, n, 4, N < 4 ? N : 4, bf16, y_bf16);
+        x = at(x, 4 * k, bf16);
+        y = (void *)at(y, 4 * n, y_bf16);
+    }
+    if (m == 3) linear_tile(x, w, y, k, n, 3, N < 4 ? N : 4, bf16, y_bf16);
+    if (m == 2) linear_tile(x, w, y, k, n, 2, N, bf16, y_bf16);
+    if (m == 1) linear_tile(x, w, y, k, n, 1, N, bf16, y_bf16);
+}
+
+INLINE void linear_block(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int64_t count,
+                         const int bf16, const int y_bf16) {
+    if (count == 8) linear_rows(x, w, y, m, n, k, 8, bf16, y_bf16);
+    else if (count == 4) linear_rows(x, w, y, m, n, k, 4, bf16, y_bf16);
+    else
+        for (int64_t j = 0; j < count; j++)
+            linear_rows(x, at(w, j * k, bf16), (void *)at(y, j, y_bf16), m, n, k, 1, bf16, y_bf16);
+}
+
+void baton_linear(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int bf16, int y_bf16) {
+    const int64_t wide = m <= 2 ? 8 : 4;
+#pragma omp parallel for schedule(static)
+    for (int64_t j = 0; j < n; j += wide) {
+        const void *rows = at(w, j * k, bf16);
+        void *out = (void *)at(y, j, y_bf16);
+        const int64_t count = n - j < wide ? n - j : wide;
+        if (!bf16) linear_block(x, rows, out, m, n, k, count, 0, 0);
+        else if (y_bf16) linear_block(x, rows, out, m, n, k, count, 1, 1);
+        else linear_block(x, rows, out, m, n, k, count, 1, 0);
+    }
+}
+
+/* ---- rows: RMS norm, gated activation ---- */
+
+INLINE void norm_row(const void *delta, void *x, const void *weight, void *y, int64_t dim, float eps, const int bf16) {
+    vf squares = {0};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vf v = load(x, i, bf16);
+        if (delta) {
+            store(x, i, v + load(delta, i, bf16), bf16);
+            v = load(x, i, bf16);
+        }
+        squares += v * v;
+    }
+    const float scale = 1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps);
+    for (int64_t i = 0; i < dim; i += LANES) store(y, i, load(x, i, bf16) * scale * load(weight, i, bf16), bf16);
+}
+
+/* x[rows, dim] += delta when delta is given; then y = rms_norm(x) * weight. */
+void baton_rms_norm(const void *delta, void *x, const void *weight, void *y, int64_t rows, int64_t dim, float eps,
+                    int bf16) {
+#pragma omp parallel for schedule(static) if (rows > 32)
+    for (int64_t r = 0; r < rows; r++) {
+        const void *d = delta ? at(delta, r * dim, bf16) : 0;
+        void *in = (void *)at(x, r * dim, bf16), *out = (void *)at(y, r * dim, bf16);
+        if (bf16) norm_row(d, in, weight, out, dim, eps, 1);
+        else norm_row(d, in, weight, out, dim, eps, 0);
+    }
+}
+
+INLINE void silu_mul_row(const void *gate, const void *up, void *y, int64_t dim, const int bf16) {
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vf g = load(gate, i, bf16);
+        store(y, i, g / (1.0f + exp_each(-g)) * load(up, i, bf16), bf16);
+    }
+}
+
+/* gate_up[rows, 2 * dim] -> y[rows, dim] = silu(first half) * second half. */
+void baton_silu_mul(const void *gate_up, void *y, int64_t rows, int64_t dim, int bf16) {
+#pragma omp parallel for schedule(static) if (rows > 32)
+    for (int64_t r = 0; r < rows; r++) {
+        const void *gate = at(gate_up, 2 * r * dim, bf16), *up = at(gate_up, (2 * r + 1) * dim, bf16);
+        void *out = (void *)at(y, r * dim, bf16);
+        if (bf16) silu_mul_row(gate, up, out, dim, 1);
+        else silu_mul_row(gate, up, out, dim, 0);
+    }
+}
+
+/* ---- the paged pool: one layer's [num_blocks][kv head][K | V][block_size][head_dim] ---- */
+
+typedef struct {
+    void *layer;          /* first number of the layer in block 0 */
+    int64_t block_stride; /* numbers from one block to the next */
+    int64_t num_kv_heads, block_size, head_dim;
+} Pool;
+
+INLINE int64_t row_of(const Pool *pool, int64_t block, int64_t head, int64_t offset) {
+    return block * pool->block_stride + (2 * head * pool->block_size + offset) * pool->head_dim;
+}
+
+INLINE void rotate_head(void *head, const float *cos_sin, int64_t half, const int bf16) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        vf low = load(head, i, bf16), high = load(head, half + i, bf16);
+        vf c = load(cos_sin, i, 0), s = load(cos_sin, half + i, 0);
+        store(head, i, low * c - high * s, bf16);
+        store(head, half + i, high * c + low * s, bf16);
+    }
+}
+
+INLINE void copy_head(const void *from, const Pool *pool, int64_t row, const int bf16, const int kv_bf16) {
+    for (int64_t i = 0; i < pool->head_dim; i += LANES) store(pool->layer, row + i, load(from, i, bf16), kv_bf16);
+}
+
+INLINE void rope_and_store_row(void *qkv, const float *cos_sin, int64_t slot, int64_t num_heads, const Pool *pool,
+                               const int bf16, const int kv_bf16) {
+    const int64_t dim = pool->head_dim, num_kv = pool->num_kv_heads;
+    for (int64_t h = 0; h < num_heads + num_kv; h++)
+        rotate_head((void *)at(qkv, h * dim, bf16), cos_sin, dim / 2, bf16);
+    for (int64_t h = 0; h < num_kv; h++) {
+        int64_t row = row_of(pool, slot / pool->block_size, h, slot % pool->block_size);
+        copy_head(at(qkv, (num_heads + h) * dim, bf16), pool, row, bf16, kv_bf16);
+        copy_head(at(qkv, (num_heads + num_kv + h) * dim, bf16), pool, row + pool->block_size * dim, bf16, kv_bf16);
+    }
+}
+
+/* qkv[rows, (num_heads + 2 * num_kv_heads) * head_dim]; rope[position] = head_dim / 2 cosines, then sines. */
+void baton_rope_and_store(void *qkv, const float *rope, const int64_t *positions, const int64_t *slots, int64_t rows,
+                          int64_t num_heads, const Pool *pool, int bf16, int kv_bf16) {
+    const int64_t width = (num_heads + 2 * pool->num_kv_heads) * pool->head_dim;
+#pragma omp parallel for schedule(static) if (rows > 32)
+    for (int64_t r = 0; r < rows; r++) {
+        void *row = (void *)at(qkv, r * width, bf16);
+        const float *cos_sin = rope + positions[r] * pool->head_dim;
+        if (bf16 && kv_bf16) rope_and_store_row(row, cos_sin, slots[r], num_heads, pool, 1, 1);
+        else if (bf16) rope_and_store_row(row, cos_sin, slots[r], num_heads, pool, 1, 0);
+        else if (kv_bf16) rope_and_store_row(row, cos_sin, slots[r], num_heads, pool, 0, 1);
+        else rope_and_store_row(row, cos_sin, slots[r], num_heads, pool, 0, 0);
+    }
+}
+
+/* ---- decode attention: one query row a sequence, one pass over its blocks with a running softmax ---- */
+
+/* scores[g] of the 16 tokens at rows k[0] (8 tokens) and k[1] (8 more). */
+INLINE void score_16(const float *q, const void *layer, const int64_t k[2], int64_t dim, vf *scores, const int G,
+                     const int kv_bf16) {
+    vf dots[MAX_GROUP][LANES];
+    UNROLL for (int t = 0; t < LANES; t += 4) {
+        vf part[MAX_GROUP][4] = {{{0}}};
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vf keys[4];
+            UNROLL for (int u = 0; u < 4; u++) keys[u] = load(layer, k[t / 8] + (t % 8 + u) * dim + d, kv_bf16);
+            UNROLL for (int g = 0; g < G; g++) {
+                vf query = load(q, g * dim + d, 0);
+                UNROLL for (int u = 0; u < 4; u++) part[g][u] += query * keys[u];
+            }
+        }
+        UNROLL for (int g = 0; g < G; g++)
+            UNROLL for (int u = 0; u < 4; u++) dots[g][t + u] = part[g][u];
+    }
+    UNROLL for (int g = 0; g < G; g++) scores[g] = sum_each(dots[g]);
+}
+
+/* acc[g][:] = acc[g][:] * keep[g] + sum over the first n of 16 tokens of weights[g][t] * V[t][:]. */
+INLINE void add_values(vf (*acc)[MAX_HEAD_DIM / LANES], const float *keep, const vf *weights, const void *layer,
+                       const int64_t v[2], int64_t n, int64_t dim, const int G, const int kv_bf16) {
+    for (int64_t d = 0; d < dim; d += 2 * LANES) {
+        vf low[MAX_GROUP], high[MAX_GROUP];
+        UNROLL for (int g = 0; g < G; g++) {
+            low[g] = acc[g][d / LANES] * keep[g];
+            high[g] = acc[g][d / LANES + 1] * keep[g];
+        }
+        for (int64_t t = 0; t < n; t++) {
+            const int64_t row = v[t / 8] + t % 8 * dim + d;
+            vf a = load(layer, row, kv_bf16), b = load(layer, row + LANES, kv_bf16);
+            UNROLL for (int g = 0; g < G; g++) {
+                const float weight = ((const float *)&weights[g])[t];
+                low[g] += a * weight;
+                high[g] += b * weight;
+            }
+        }
+        UNROLL for (int g = 0; g < G; g++) {
+            acc[g][d / LANES] = low[g];
+            acc[g][d / LANES + 1] = high[g];
+        }
+    }
+}
+
+/* G query heads q[G, head_dim] (scaled, fp32) of one KV head over one sequence -> out[G, head_dim]. */
+INLINE void attend(const float *q, const Pool *pool, int64_t head, const int32_t *table, int64_t kv_len, void *out,
+                   const int G, const int bf16, const int kv_bf16) {
+    static const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t dim = pool->head_dim, size = pool->block_size;
+    vf acc[MAX_GROUP][MAX_HEAD_DIM / LANES];
+    vf totals[MAX_GROUP] = {{0}};
+    float tops[MAX_GROUP];
+    for (int g = 0; g < G; g++) tops[g] = LOWEST;
+    memset(acc, 0, sizeof acc);
+    for (int64_t first = 0; first < kv_len; first += LANES) {
+        const int64_t n = kv_len - first < LANES ? kv_len - first : LANES;
+        const int64_t next = n > 8 ? first + 8 : first;
+        const int64_t k[2] = {row_of(pool, table[first / size], head, first % size),
+                              row_of(pool, table[next / size], head, next % size)};
+        const int64_t v[2] = {k[0] + size * dim, k[1] + size * dim};
+        vf scores[MAX_GROUP], weights[MAX_GROUP];
+        float keep[MAX_GROUP];
+        score_16(q, pool->layer, k, dim, scores, G, kv_bf16);
+        UNROLL for (int g = 0; g < G; g++) {
+            /* Selected, not multiplied away: unused slots may hold NaN. */
+            vf s = pick(lane < (int32_t)n, scores[g], splat(LOWEST));
+            const float top = highest(s);
+            const float new_top = top > tops[g] ? top : tops[g];
+            keep[g] = exp_each(splat(tops[g] - new_top))[0];
+            weights[g] = pick(lane < (int32_t)n, exp_each(s - new_top), splat(0));
+            totals[g] = totals[g] * keep[g] + weights[g];
+            tops[g] = new_top;
+        }
+        add_values(acc, keep, weights, pool->layer, v, n, dim, G, kv_bf16);
+    }
+    for (int g = 0; g < G; g++) {
+        const float scale = 1.0f / sum(totals[g]);
+        for (int64_t d = 0; d < dim; d += LANES) store(out, g * dim + d, acc[g][d / LANES] * scale, bf16);
+    }
+}
+
+INLINE void attend_heads(const void *q, const Pool *pool, int64_t head, const int32_t *table, int64_t kv_len,
+                         void *out, int64_t group, const int bf16, const int kv_bf16) {
+    const int64_t dim = pool->head_dim;
+    const float scale = 1.0f / __builtin_sqrtf((float)dim);
+    for (int64_t g = 0; g < group; g += MAX_GROUP) {
+        const int64_t count = group - g < MAX_GROUP ? group - g : MAX_GROUP;
+        float scaled[MAX_GROUP * MAX_HEAD_DIM];
+        for (int64_t i = 0; i < count * dim; i += LANES) store(scaled, i, load(q, g * dim + i, bf16) * scale, 0);
+        void *to = (void *)at(out, g * dim, bf16);
+        if (count == 1) attend(scaled, pool, head, table, kv_len, to, 1, bf16, kv_bf16);
+        if (count == 2) attend(scaled, pool, head, table, kv_len, to, 2, bf16, kv_bf16);
+        if (count == 3) attend(scaled, pool, head, table, kv_len, to, 3, bf16, kv_bf16);
+        if (count == 4) attend(scaled, pool, head, table, kv_len, to, 4, bf16, kv_bf16);
+    }
+}
+
+/* Row i of qkv is sequence i; tables[i, :table_width] names its blocks. out[rows, num_heads * head_dim]. */
+void baton_decode_attention(const void *qkv, void *out, const int32_t *tables, int64_t table_width,
+                            const int32_t *kv_lens, int64_t rows, int64_t num_heads, const Pool *pool, int bf16,
+                            int kv_bf16) {
+    const int64_t num_kv = pool->num_kv_heads, group = num_heads / num_kv, dim = pool->head_dim;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t task = 0; task < rows * num_kv; task++) {
+        const int64_t r = task / num_kv, h = task % num_kv;
+        const void *q = at(qkv, (r * (num_heads + 2 * num_kv) + h * group) * dim, bf16);
+        void *to = (void *)at(out, (r * num_heads + h * group) * dim, bf16);
+        const int32_t *table = tables + r * table_width;
+        if (bf16 && kv_bf16) attend_heads(q, pool, h, table, kv_lens[r], to, group, 1, 1);
+        else if (bf16) attend_heads(q, pool, h, table, kv_lens[r], to, group, 1, 0);
+        else if (kv_bf16) attend_heads(q, pool, h, table, kv_lens[r], to, group, 0, 1);
+        else attend_heads(q, pool, h, table, kv_lens[r], to, group, 0, 0);
+    }
+}

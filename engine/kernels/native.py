@@ -1,0 +1,202 @@
+"""The fast CPU kernel set: native.c for the decode step, torch for large products and prefill attention.
+
+Why C at all, on one AVX512-BF16 core: products with few rows are bound by memory, and torch reads
+weights at 9-11 GB/s where the core can read 28.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint.config import ModelConfig
+from core.kv import KVLayout
+from engine.batch import Batch
+from engine.kernels.native_build import build
+from engine.kernels.torch_kernels import Span, TorchKernels, attend_spans, spans
+from engine.kv_cache import KVCache
+
+FEW_ROWS = 32
+"""Up to this many rows `baton_linear` beats torch's matrix product."""
+
+_MAX_HEAD_DIM = 256
+_ptr, _int64, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+class _Pool(ctypes.Structure):
+    """`Pool` of native.c: one layer of a KVCache."""
+
+    _fields_ = [
+        ("layer", _ptr),
+        ("block_stride", _int64),
+        ("num_kv_heads", _int64),
+        ("block_size", _int64),
+        ("head_dim", _int64),
+    ]
+
+
+_SIGNATURES = {
+    "baton_linear": (_ptr, _ptr, _ptr, _int64, _int64, _int64, _int, _int),
+    "baton_rms_norm": (_ptr, _ptr, _ptr, _ptr, _int64, _int64, _float, _int),
+    "baton_silu_mul": (_ptr, _ptr, _int64, _int64, _int),
+    "baton_rope_and_store": (_ptr, _ptr, _ptr, _ptr, _int64, _int64, _ptr, _int, _int),
+    "baton_decode_attention": (_ptr, _ptr, _ptr, _int64, _ptr, _int64, _int64, _ptr, _int, _int),
+}
+
+
+def unsupported(config: ModelConfig, layout: KVLayout) -> str:
+    """Why native.c cannot run this model, as a phrase for the log; empty when it can."""
+    widths = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+    }
+    for name, width in widths.items():
+        if width % 32:
+            return f"{name} {width} is no multiple of 32"
+    if config.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
+    if layout.kv_dtype == "fp16":
+        return "the KV dtype is fp16"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """`pools`: native.c's view of each layer. `prefills`: the sequences with more than one row."""
+
+    batch: Batch
+    pools: list[_Pool]
+    prefills: list[Span]
+
+
+class NativeKernels(TorchKernels):
+    """For models and layouts that `unsupported` has nothing against. Raises BuildFailed."""
+
+    name = "native"
+
+    def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
+        library = ctypes.CDLL(str(build(cache_dir)))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._lib = library
+        self._pools: tuple[KVCache, list[_Pool]] | None = None
+
+    def plan(self, batch: Batch, cache: KVCache) -> _Plan:
+        return _Plan(batch, self._pools_of(cache), spans(batch, cache, first_seq=batch.num_decodes))
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > FEW_ROWS:
+            return super().linear(x, weight)
+        return self._linear(x, weight, x.dtype)
+
+    def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """In fp32 straight from the sums: rounding logits to bf16 first would tie the best tokens."""
+        return self._linear(x, weight, torch.float32)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._rms_norm(None, x, weight, eps)
+
+    def add_rms_norm(
+        self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return self._rms_norm(delta.data_ptr(), residual, weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        self._lib.baton_silu_mul(
+            gate_up.data_ptr(), out.data_ptr(), rows, width // 2, _is_bf16(gate_up)
+        )
+        return out
+
+    def rope_and_store(
+        self, qkv: torch.Tensor, rope: torch.Tensor, batch: Batch, cache: KVCache, layer: int
+    ) -> None:
+        pool = self._pools_of(cache)[layer]
+        self._lib.baton_rope_and_store(
+            qkv.data_ptr(),
+            rope.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            qkv.shape[0],
+            _num_heads(qkv, cache),
+            ctypes.addressof(pool),
+            _is_bf16(qkv),
+            _is_bf16(cache.pool),
+        )
+
+    def attention(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: _Plan
+    ) -> torch.Tensor:
+        num_heads, head_dim = _num_heads(qkv, cache), cache.layout.head_dim
+        out = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
+        batch = plan.batch
+        if batch.num_decodes:
+            self._lib.baton_decode_attention(
+                qkv.data_ptr(),
+                out.data_ptr(),
+                batch.block_tables.data_ptr(),
+                batch.block_tables.shape[1],
+                batch.kv_lens.data_ptr(),
+                batch.num_decodes,
+                num_heads,
+                ctypes.addressof(plan.pools[layer]),
+                _is_bf16(qkv),
+                _is_bf16(cache.pool),
+            )
+        if plan.prefills:
+            heads = qkv.view(qkv.shape[0], -1, head_dim)
+            attend_spans(heads, cache, layer, plan.prefills, out)
+        return out.view(qkv.shape[0], -1)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows, width = x.shape
+        out = x.new_empty(rows, weight.shape[0], dtype=dtype)
+        self._lib.baton_linear(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            weight.shape[0],
+            width,
+            _is_bf16(x),
+            _is_bf16(out),
+        )
+        return out
+
+    def _rms_norm(
+        self, delta: int | None, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._lib.baton_rms_norm(
+            delta, x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps, _is_bf16(x)
+        )
+        return out
+
+    def _pools_of(self, cache: KVCache) -> list[_Pool]:
+        if self._pools is None or self._pools[0] is not cache:
+            layout, stride = cache.layout, cache.pool.stride(0)
+            self._pools = cache, [
+                _Pool(
+                    cache.pool[0, layer].data_ptr(),
+                    stride,
+                    layout.num_kv_heads,
+                    layout.block_size,
+                    layout.head_dim,
+                )
+                for layer in range(layout.num_layers)
+            ]
+        return self._pools[1]
+
+
+def _num_heads(qkv: torch.Tensor, cache: KVCache) -> int:
+    return qkv.shape[1] // cache.layout.head_dim - 2 * cache.layout.num_kv_heads
+
+
+def _is_bf16(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16

@@ -1,0 +1,201 @@
+"""Real processes for end-to-end tests: router, prefill and decode workers on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.children import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLD = {case["name"]: case for case in json.loads((ROOT / "tests/data/gold.json").read_text())["cases"]}
+START_S = 90.0
+FLAGS = {"dtype": "fp32", "num_blocks": 400, "log_level": "info", "cpu_threads": 1, "min_remote_tokens": 16}
+
+
+@dataclass
+class Process:
+    """One Baton process, its log and its probe."""
+
+    name: str
+    role: str
+    flags: dict[str, object]
+    port: int = 0
+    probe_port: int = 0
+    popen: subprocess.Popen[bytes] | None = None
+    log: Path = field(default_factory=lambda: Path(tempfile.mkstemp(suffix=".log")[1]))
+
+    def start(self) -> None:
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in self.flags.items()]
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "services.cli", self.role, *arguments],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        assert self.popen
+        self.popen.send_signal(number)
+        if number == signal.SIGKILL:
+            self.popen.wait(10)
+
+    def stop(self) -> int:
+        """SIGTERM and the exit status; SIGKILL when it does not end in time."""
+        assert self.popen
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGCONT)
+            self.popen.terminate()
+            try:
+                self.popen.wait(20)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait(10)
+        return self.popen.returncode
+
+    def ready(self) -> dict[str, Any]:
+        """The body of its readiness probe; {} when it does not answer."""
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.probe_port}/ready", timeout=2).json()
+        except (httpx.HTTPError, ValueError):
+            return {}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's series that carry these labels."""
+        text = httpx.get(f"http://127.0.0.1:{self.probe_port}/metrics", timeout=5).text
+        total = 0.0
+        for line in text.splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+                total += float(value)
+        return total
+
+
+class Cluster:
+    """Processes that belong together; use as a context manager."""
+
+    def __init__(
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        prefill_flags: dict[str, object] | None = None,
+        decode_flags: dict[str, object] | None = None,
+        **flags: object,
+    ) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        common = FLAGS | flags
+        self.workers: list[Process] = []
+        for i in range(prefill + decode):
+            role = "prefill" if i < prefill else "decode"
+            own = (prefill_flags if role == "prefill" else decode_flags) or {}
+            name = f"{role}-{i if role == 'prefill' else i - prefill}"
+            port, probe = free_port("127.0.0.1"), free_port("127.0.0.1")
+            place = {"worker_id": name, "listen": f"127.0.0.1:{port}", "probe_port": probe}
+            place["cpu_affinity"] = cores[i % len(cores)]
+            self.workers.append(Process(name, role, common | place | own, port, probe))
+        port = free_port("127.0.0.1")
+        discovery = "static://" + ",".join(f"127.0.0.1:{worker.port}" for worker in self.workers)
+        router_flags = {k: v for k, v in common.items() if k not in ("num_blocks", "cpu_threads")}
+        self.router = Process("router", "router", router_flags | {"port": port, "discovery": discovery}, port, port)
+        self.url = f"http://127.0.0.1:{port}"
+
+    def __enter__(self) -> Cluster:
+        for process in self.processes:
+            process.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.popen:
+                process.stop()
+            process.log.unlink(missing_ok=True)
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.workers, self.router]
+
+    def worker(self, name: str) -> Process:
+        return next(worker for worker in self.workers if worker.name == name)
+
+    def wait_ready(self) -> None:
+        """Until each process is ready and the router sees every worker as ready."""
+
+        def ready() -> bool:
+            for process in self.processes:
+                assert process.popen
+                if process.popen.poll() is not None:
+                    raise AssertionError(f"{process.name} ended: {process.log.read_text()[-3000:]}")
+            listed = self.cluster() if self.router.ready() else []
+            return len(listed) == len(self.workers) and all(w["state"] == "ready" for w in listed)
+
+        wait_until(ready, START_S, lambda: str(self.cluster()))
+
+    def cluster(self) -> list[dict[str, Any]]:
+        try:
+            return httpx.get(f"{self.url}/v1/cluster", timeout=5).json()["workers"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return []
+
+    def complete(self, prompt: Any, plan: str = "auto", timeout: float = 120, **body: Any) -> httpx.Response:
+        """POST /v1/completions, greedy, token ids returned."""
+        given = {"model": None, "prompt": prompt, "temperature": 0, "return_token_ids": True, "max_tokens": 48}
+        return httpx.post(
+            f"{self.url}/v1/completions", json=given | body, headers={"X-Baton-Plan": plan}, timeout=timeout
+        )
+
+    def log_text(self) -> str:
+        return "".join(process.log.read_text() for process in self.processes)
+
+    def wait_idle(self, within_s: float = 2.0, only: Iterable[str] | None = None) -> None:
+        """Every worker is back at rest: free + cached-unreferenced = total, gauges at zero."""
+        names = list(only) if only else [worker.name for worker in self.workers]
+
+        def idle() -> bool:
+            return all(not unrest(self.worker(name).ready().get("stats")) for name in names)
+
+        wait_until(idle, within_s, lambda: str({n: unrest(self.worker(n).ready().get("stats")) for n in names}))
+
+
+def unrest(stats: dict[str, int] | None) -> dict[str, int]:
+    """What keeps a worker from being idle; {} when nothing does."""
+    if stats is None:
+        return {"no answer": 1}
+    left = {k: stats[k] for k in ("running", "waiting", "loading", "held", "quarantined_blocks") if stats[k]}
+    if stats["free_blocks"] != stats["total_blocks"]:
+        left["blocks_missing"] = stats["total_blocks"] - stats["free_blocks"]
+    return left
+
+
+def wait_until(condition: Callable[[], bool], within_s: float, explain: Callable[[], str] = str) -> float:
+    """Poll until true; returns the seconds it took. Raises AssertionError with `explain()`."""
+    started = time.monotonic()
+    while not condition():
+        if time.monotonic() - started > within_s:
+            raise AssertionError(f"not within {within_s} s: {explain()}")
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def matches_gold(name: str, token_ids: list[int]) -> bool:
+    """Equal to GOLD up to the first step whose two best tokens are closer than 1e-3 there."""
+    case = GOLD[name]
+    for step, (ours, theirs) in enumerate(zip(token_ids, case["output_ids"], strict=False)):
+        if ours != theirs:
+            best = case["top5"][step]
+            return best[0][1] - best[1][1] < 1e-3
+    return len(token_ids) == len(case["output_ids"])

@@ -1,0 +1,229 @@
+"""Workers as the router sees them: states, compatibility, what the planner gets (C7, E1, F8)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from conftest import stacked
+from router_fakes import FakeWorker, fingerprint, says
+
+from services.router.roster import Roster, WorkerState
+from wire import codec
+from wire.v1 import worker_pb2 as pb
+
+PRINT = fingerprint("tok")
+VARIED = {
+    "model_digest": "other",
+    "tokenizer_digest": "other",
+    "num_layers": 31,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+    "block_size": 32,
+    "kv_dtype": "bf16",
+    "rope": "linear:2/100000",
+    "max_model_len": 4096,
+    "layout_version": 2,
+    "protocol_version": 2,
+}
+
+
+def hello(role="decode", print_=PRINT, worker_id="w", blocks=100) -> pb.Hello:
+    wire_print = codec.fingerprint_to_wire(print_)
+    return pb.Hello(
+        worker_id=worker_id, incarnation="1", role=role, fingerprint=wire_print, total_blocks=blocks
+    )
+
+
+def roster(*hellos: pb.Hello) -> Roster:
+    book = Roster("tok", silence_s=10)
+    for number, each in enumerate(hellos):
+        address = f"h:{number}"
+        book.add(address)
+        book.hello(address, each, now=0)
+        book.state(address, pb.State(phase="ready"), now=0)
+    return book
+
+
+def status(book: Roster, number: int, now: float = 1.0):
+    return book.status(book.members[f"h:{number}"], now)
+
+
+def test_life_of_a_worker():
+    """1. Discovered.  2. Hello and State: ready.  3. Drains.  4. Its stream ends."""
+    book = Roster("tok", silence_s=10)
+    book.add("h:0")
+    assert status(book, 0)[0] is WorkerState.CONNECTING
+    book.hello("h:0", hello(), now=0)
+    assert status(book, 0)[0] is WorkerState.CONNECTING
+    book.state("h:0", pb.State(phase="ready"), now=0)
+    assert status(book, 0) == (WorkerState.READY, "")
+    assert [w.worker_id for w in book.fleet_view(1).decode] == ["w"]
+    book.state("h:0", pb.State(phase="draining"), now=1)
+    assert status(book, 0)[0] is WorkerState.DRAINING
+    assert book.fleet_view(1).decode == ()
+    assert book.lost("h:0", "reset")
+    assert not book.lost("h:0", "refused")
+    assert status(book, 0) == (WorkerState.LOST, "refused")
+
+
+@pytest.mark.parametrize("field", VARIED)
+def test_each_differing_field_is_named_and_not_routed_to(field):
+    odd = fingerprint("tok", **{field: VARIED[field]})
+    for role in ("prefill", "decode"):
+        book = roster(hello(), hello(), hello(role, odd))
+        state, reason = status(book, 2)
+        assert state is WorkerState.INCOMPATIBLE
+        assert reason.startswith(field)
+        assert len(book.fleet_view(1).decode) == 2
+    prefill = roster(hello(), hello("prefill", odd)).fleet_view(1).prefill
+    assert [w.fingerprint for w in prefill] == [odd]
+
+
+def test_majority_wins_and_the_dead_do_not_vote():
+    odd = fingerprint("tok", block_size=32)
+    book = roster(hello(print_=odd), hello(), hello())
+    assert [status(book, i)[0].value for i in range(3)] == ["incompatible", "ready", "ready"]
+    for address in ("h:1", "h:2"):
+        book.lost(address, "gone")
+    assert status(book, 0)[0] is WorkerState.READY
+
+
+def test_silence_is_no_state_or_a_stuck_engine_with_work():
+    book = roster(hello())
+    assert status(book, 0, now=9)[0] is WorkerState.READY
+    assert status(book, 0, now=11)[0] is WorkerState.SILENT
+    book.state("h:0", pb.State(phase="ready", idle_s=99), now=20)
+    assert status(book, 0, now=21)[0] is WorkerState.READY
+    book.state("h:0", pb.State(phase="ready", idle_s=99, running=1), now=20)
+    assert status(book, 0, now=21)[0] is WorkerState.SILENT
+
+
+def test_load_counts_what_no_state_has_shown_yet():
+    book = roster(hello())
+    member = book.members["h:0"]
+    member.unseen += 2
+    assert book.fleet_view(0).decode[0].load == 2
+    book.state("h:0", pb.State(phase="ready", running=2, waiting=1), now=1)
+    assert book.fleet_view(1).decode[0].load == 3
+
+
+async def test_plans_reach_the_worker_and_the_headers(stack_of, text):
+    prompt = "The quick brown fox jumps over the lazy dog. " * 20
+    async with stack_of(prefill=1) as stack:
+
+        async def ask(plan=None, prompt=prompt):
+            headers = {"X-Baton-Plan": plan} if plan else {}
+            body = {"model": stack.model, "prompt": prompt}
+            return await stack.http.post("/v1/completions", json=body, headers=headers)
+
+        seen = []
+        for plan, text_ in ((None, prompt), (None, "short"), ("local", prompt), ("disaggregated", "short")):
+            answer = await ask(plan, text_)
+            assert answer.status_code == 200
+            names = ("plan", "reason", "prefill", "decode")
+            seen.append(tuple(answer.headers[f"x-baton-{name}"] for name in names))
+        assert seen == [
+            ("disaggregated", "long_prompt", "prefill-0", "decode-0"),
+            ("local", "short_prompt", "none", "decode-0"),
+            ("local", "forced_local", "none", "decode-0"),
+            ("disaggregated", "forced_disaggregated", "prefill-0", "decode-0"),
+        ]
+        first = stack.worker.starts[0]
+        peer = stack.workers[1]
+        assert first.prefill.worker_id == "prefill-0"
+        assert (first.prefill.address, first.prefill.incarnation) == (peer.address, peer.incarnation)
+        assert len(first.block_hashes) == len(first.prompt_token_ids) // 16
+        assert stack.worker.starts[2].prefill is None
+        bad = await ask("sideways")
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "X-Baton-Plan")
+
+
+async def test_router_ids_are_the_workers_ids_for_fifty_bodies(stack_of, text):
+    from core.blocks import hash_blocks
+
+    async with stack_of() as stack:
+        expected = []
+        for i in range(25):
+            said = f"Message {i} with 삼겹살 🦊, <|im_end|> and {'long ' * i}text"
+            expected.append(text.tokenizer.encode(said))
+            body = {"model": stack.model, "prompt": said, "cache_salt": str(i)}
+            assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
+            messages = [{"role": "user", "content": said}]
+            rendered = await stack.http.post("/tokenize", json={"messages": messages})
+            expected.append(rendered.json()["tokens"])
+            body = {"model": stack.model, "messages": messages, "cache_salt": str(i)}
+            assert (await stack.http.post("/v1/chat/completions", json=body)).status_code == 200
+        got = [list(s.prompt_token_ids) for s in stack.worker.starts]
+        assert got == expected
+        assert all(ids.count(2) == 2 for ids in got[1::2])  # the template's turn ends, not the user's text
+        for request in stack.worker.starts:
+            namespace = stack.worker.print.namespace
+            assert list(request.block_hashes) == hash_blocks(
+                namespace, request.prompt_token_ids, 16, request.cache_salt
+            )
+
+
+async def test_a_wrong_block_size_is_refused_and_shown(text):
+    good = fingerprint(text.tokenizer_digest)
+    workers = [FakeWorker(good), FakeWorker(fingerprint(text.tokenizer_digest, block_size=32), worker_id="p", role="prefill")]
+    async with stacked(text, workers, wait=False) as stack:
+        await stack.until(lambda: stack.states() == {"decode-0": "ready", "p": "incompatible"})
+        ready = await stack.http.get("/ready")
+        assert ready.status_code == 200
+        assert "block_size" in ready.json()["problems"][0]
+        prompt = [504] * 200
+        answer = await stack.http.post("/v1/completions", json={"model": stack.model, "prompt": prompt})
+        assert answer.headers["x-baton-reason"] == "no_compatible_prefill"
+        forced = await stack.http.post(
+            "/v1/completions",
+            json={"model": stack.model, "prompt": prompt},
+            headers={"X-Baton-Plan": "disaggregated"},
+        )
+        assert (forced.status_code, forced.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_another_tokenizer_is_never_ready(text):
+    async with stacked(text, [FakeWorker(fingerprint("another"))], wait=False) as stack:
+        await stack.until(lambda: stack.states() == {"decode-0": "incompatible"})
+        answer = await stack.http.get("/ready")
+        assert answer.status_code == 503
+        assert any("tokenizer_digest" in problem for problem in answer.json()["problems"])
+        with pytest.raises(openai.InternalServerError):
+            await stack.client.completions.create(model=stack.model, prompt="x")
+
+
+async def test_a_silent_worker_loses_its_requests(stack_of):
+    async with stack_of(says([504], delay_s=60), step_timeout_s=2) as stack:
+        asked = asyncio.create_task(stack.client.completions.create(model=stack.model, prompt="x"))
+        await stack.until(lambda: bool(stack.worker.open))
+        stack.worker.change(running=1, idle_s=30.0)
+        with pytest.raises(openai.InternalServerError, match="does not answer"):
+            await asked
+        assert stack.states() == {"decode-0": "silent"}
+        await stack.until(lambda: not stack.worker.open)
+
+
+async def test_draining_finishes_old_requests_and_takes_no_new_ones(stack_of, text):
+    ids = text.tokenizer.encode("one two three four five six seven")
+    async with stack_of(says(ids, delay_s=0.02), decode=2) as stack:
+        running = asyncio.create_task(stack.client.completions.create(model=stack.model, prompt="x"))
+        await stack.until(lambda: any(w.open for w in stack.workers))
+        busy = next(w for w in stack.workers if w.open)
+        other = next(w for w in stack.workers if w is not busy)
+        busy.change(phase="draining")
+        await stack.until(lambda: "draining" in stack.states().values())
+        for _ in range(5):
+            await stack.client.completions.create(model=stack.model, prompt="x")
+        assert (await running).choices[0].finish_reason == "stop"
+        assert len(busy.starts) == 1
+        assert len(other.starts) == 5
+
+
+async def test_load_spreads_over_equal_workers(stack_of):
+    async with stack_of(says([504] * 5, delay_s=0.05), decode=4) as stack:
+        ask = stack.client.completions.create
+        await asyncio.gather(*(ask(model=stack.model, prompt="x") for _ in range(40)))
+        counts = sorted(len(w.starts) for w in stack.workers)
+        assert counts[-1] <= 2 * counts[0]
