@@ -11,10 +11,13 @@ import sys
 import structlog
 
 
-def configure(level: str, **bound: str) -> None:
-    """Set up logging for this process on stderr; `bound` fields stand on every line."""
-    tty = sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if tty else structlog.processors.JSONRenderer()
+def configure(level: str, form: str = "auto", **bound: str) -> None:
+    """Set up logging for this process on stderr; `bound` fields stand on every line.
+
+    `form`: "json", "console", or "auto" = console where stderr is a terminal.
+    """
+    console = form == "console" or (form == "auto" and sys.stderr.isatty())
+    renderer = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -25,6 +25,7 @@ from kvtransfer.region import Region
 from kvtransfer.transport import ReadPending, require_pairs
 
 _POLL_S = (50e-6, 1e-3)  # first and longest pause between looks at a transfer
+_PROGRESS_DELAY_US = 10_000  # longest sleep of NIXL's own thread; a message from a peer wakes it
 _QUIET_LOGS = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 
 log = get("kvtransfer")
@@ -128,7 +129,7 @@ class NixlTransport:
             return self._agent
         api, region = load_nixl(), self._region
         try:
-            agent = api.nixl_agent(self._agent_name, api.nixl_agent_config(backends=["UCX"]))
+            agent = _new_agent(api, self._agent_name)
             whole = (region.address, region.num_blocks * region.block_nbytes, self.device, "")
             self._registered = agent.register_memory([whole], self.memory)
         except Exception as error:
@@ -245,6 +246,24 @@ class NixlPool:
 
     def _lost(self, error: object) -> PeerLost:
         return PeerLost(f"reading from {self._peer.agent} failed: {_text(error)}; the peer or link is gone")
+
+
+def _new_agent(api: Any, name: str) -> Any:
+    """An agent with UCX whose progress thread sleeps until something happens.
+
+    The wrapper's own agent has a delay of 0, with which that thread spins on a core of its own even
+    while idle; so the agent inside is replaced by one with a delay, before UCX is started.
+    """
+    bindings = importlib.import_module("nixl._bindings")
+    config = bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.useListenThread = False
+    config.pthrDelay = _PROGRESS_DELAY_US
+    config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+    agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.agent = bindings.nixlAgent(name, config)
+    agent.create_backend("UCX")
+    return agent
 
 
 def _descriptors(address: int, num_blocks: int, block_nbytes: int, device: int) -> np.ndarray:

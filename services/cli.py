@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, config = arguments.pop("command"), arguments.pop("config")
     try:
         settings, origins = load(arguments, os.environ, config)
-        log.configure(settings.log_level, process=command)
+        log.configure(settings.log_level, settings.log_format, process=command)
         return _run(command, settings, origins)
     except ConfigError as error:
         print(f"baton: {error.message}", file=sys.stderr)

@@ -28,6 +28,9 @@ RESTARTS_PER_MINUTE = 5
 
 def serve(settings: Settings) -> int:
     """Run until SIGINT or SIGTERM. Raises ConfigError for what cannot start."""
+    if settings.log_format == "auto":  # the children's stderr is a pipe, ours is what people see
+        form = "console" if sys.stderr.isatty() else "json"
+        settings = settings.model_copy(update={"log_format": form})
     open_checkpoint(settings.model)  # the common mistakes, told once and at once
     return _Launcher(settings).run()
 

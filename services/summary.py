@@ -16,6 +16,8 @@ MIB = 2**20
 def show_summary(settings: Settings, url: str, workers: list[Child]) -> None:
     """A table of the workers and a line to try, on stdout."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     table = Table(title=f"baton at {url}", title_justify="left")
     for column in (
         "worker",
@@ -56,6 +58,6 @@ def show_summary(settings: Settings, url: str, workers: list[Child]) -> None:
     print(
         f"\nTry it:\n  curl -sN {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         '    -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
-        '"max_tokens": 40, "stream": true}\'\n\nCtrl-C stops everything.',
+        '"max_tokens": 40, "temperature": 0, "stream": true}\'\n\nCtrl-C stops everything.',
         flush=True,
     )

@@ -15,7 +15,7 @@ from engine.models.dtype import cpu_flags
 SOURCE = Path(__file__).with_name("native.c")
 COMPILE_TIMEOUT_S = 120.0
 
-_FLAGS = ("-std=gnu17", "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi")
+_FLAGS = ("-std=gnu17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
 
 
 class BuildFailed(Exception):

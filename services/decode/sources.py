@@ -36,7 +36,7 @@ from wire.v1 import prefill_pb2_grpc
 _log = log.get("decode")
 
 CONTROL_TIMEOUT_S = 5.0
-"""Bound of Connect, Renew and Release: small calls that compute nothing."""
+"""Bound of Connect and Renew: small calls that compute nothing."""
 
 MAX_PEERS = 256
 
@@ -127,15 +127,11 @@ class Loader:
                     renewing = asyncio.create_task(self._renew(stub, transfer_id, order.epoch, lease))
                 else:
                     await self._pull(order, load, pool, event.ready, lease)
-            await stub.Release(
-                pb.ReleaseRequest(transfer_id=transfer_id, epoch=order.epoch), timeout=CONTROL_TIMEOUT_S
-            )
         except grpc.aio.AioRpcError as error:
-            if load.arrived < len(order.block_ids):
-                raise _as_source_failure(error, order.target) from error
+            raise _as_source_failure(error, order.target) from error
         finally:
             lease.revoke("the load is over")
-            call.cancel()
+            call.cancel()  # the stream's end is the release
             if renewing:
                 renewing.cancel()
 

@@ -39,7 +39,7 @@ EXPIRY_EVERY_S = 0.2
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """Connect, Run, Renew, Release of one worker."""
+    """Connect, Run and Renew of one worker."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
@@ -91,12 +91,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         except BatonError as error:
             await status.abort(context, error)
 
-    async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseReply:
-        job = self._jobs.get(request.transfer_id)
-        if job is not None and job.epoch == request.epoch:
-            job.end(None)
-        return pb.ReleaseReply()
-
     async def close(self) -> None:
         self._expiry.cancel()
         for job in list(self._jobs.values()):
@@ -130,13 +124,12 @@ class _Job:
 
     def __init__(self, host: WorkerHost, request: pb.RunRequest) -> None:
         self._host, self._request = host, request
-        self.epoch = request.epoch
         self._id = f"{request.transfer_id}#{request.epoch}"
         # Two messages per chunk at most; the engine cannot run ahead further than the prompt.
-        self._inbox: asyncio.Queue[Event | BatonError | None] = asyncio.Queue()
+        self._inbox: asyncio.Queue[Event | BatonError] = asyncio.Queue()
 
-    def end(self, error: BatonError | None) -> None:
-        """Release (None) or revoke; idempotent."""
+    def end(self, error: BatonError) -> None:
+        """End the stream from this side; idempotent."""
         self._inbox.put_nowait(error)
 
     def close(self) -> None:
@@ -148,8 +141,8 @@ class _Job:
             raise LeaseLost(f"transfer {self._id} is running already")
         job = PrefillJob(self._id, tuple(self._request.token_ids), self._request.cache_salt)
         self._host.built.loop.submit(AddPrefill(job))
-        while (event := await self._inbox.get()) is not None:
-            match event:
+        while True:
+            match event := await self._inbox.get():
                 case JobStarted():
                     yield pb.RunEvent(
                         accepted=pb.Accepted(

@@ -45,7 +45,7 @@ def create_app(router: Router) -> Gate:
         Routing(routes, redirect_slashes=False),
         router.metrics,
         router.settings.api_key,
-        [route.path for route in routes],
+        [route.path_format for route in routes],
     )
 
 

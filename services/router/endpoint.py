@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Generic
 
-from core import log
 from core.errors import BatonError, InvalidParameter, Unavailable
 from planning.plan import Forced
 from services.router.choice import Piece
+from services.router.gate import reported
 from services.router.generation import Generation, Part
 from services.router.parse import Receive, check_request, parse, read_body
 from services.router.progress import Progress
@@ -21,8 +21,6 @@ from services.router.router import Router
 from services.router.session import INBOX_DELTAS_PER_CHOICE, Inbox
 from services.router.shapes import B, Shape
 from services.router.sse import Reply, Send
-
-logger = log.get("router.endpoint")
 
 
 class ClientGone(Exception):
@@ -69,9 +67,8 @@ class GenerationEndpoint(Generic[B]):
             raise
         except BatonError as error:
             await self._fail(error, progress, reply)
-        except Exception:
-            logger.exception("request.bug", request_id=progress.record.request_id)
-            await self._fail(BatonError("the router failed; its log says why"), progress, reply)
+        except Exception as error:
+            await self._fail(reported(error), progress, reply)
 
     async def _fail(self, error: BatonError, progress: Progress, reply: Reply) -> None:
         progress.failed(error)

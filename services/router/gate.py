@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 import uuid
 from collections.abc import Iterable
 from secrets import compare_digest
@@ -44,14 +45,23 @@ async def send_error(send: Send, error: BatonError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def reported(error: Exception) -> BatonError:
+    """Log where a bug struck, without its message, which may quote a prompt; returns what to tell clients."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    logger.error("request.bug", kind=type(error).__name__, where=where)
+    return BatonError("the router failed; its log says where")
+
+
 class Gate:
     """ASGI middleware around the whole application. `routes`: the templates that metrics may name."""
 
     def __init__(self, app: Any, metrics: RouterMetrics, api_key: str, routes: Iterable[str]) -> None:
         self._app = app
         self._metrics = metrics
-        self._key = b"Bearer " + api_key.encode() if api_key else b""
+        self._key = api_key.encode()
         self._routes = frozenset(routes)
+        self._prefixes = {route.partition("{")[0]: route for route in self._routes if "{" in route}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,25 +87,24 @@ class Gate:
             await send_error(send_marked, error)
         except HTTPException as error:
             await send_error(send_marked, _refusal(error))
-        except Exception:
-            logger.exception("request.bug", route=self._route(scope["path"]))
-            if status != CLIENT_GONE_STATUS:
-                raise
-            await send_error(send_marked, BatonError("the router failed; its log says why"))
+        except Exception as error:
+            bug = reported(error)
+            if status == CLIENT_GONE_STATUS:
+                await send_error(send_marked, bug)
         finally:
             self._metrics.requests.labels(self._route(scope["path"]), status).inc()
 
     def _authorize(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._key or path in OPEN_PATHS:
             return
-        if not compare_digest(headers.get(b"authorization", b""), self._key):
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not compare_digest(key, self._key):
             raise Unauthorized("the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
     def _route(self, path: str) -> str:
         if path in self._routes:
             return path
-        parent = path.rpartition("/")[0]
-        return next((route for route in self._routes if "{" in route and _parent(route) == parent), "other")
+        return next((r for prefix, r in self._prefixes.items() if path.startswith(prefix)), "other")
 
 
 def _refusal(error: HTTPException) -> BatonError:
@@ -103,10 +112,6 @@ def _refusal(error: HTTPException) -> BatonError:
     if error.status_code == 405:
         return MethodNotAllowed("this route does not take that method")
     return NotFound("there is no such route here; the API begins at /v1/models")
-
-
-def _parent(route: str) -> str:
-    return route.rpartition("/")[0]
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

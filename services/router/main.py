@@ -42,7 +42,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+        ) from None
     # Connections inherit it. Without it each small event may wait 40 ms for the last one's ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

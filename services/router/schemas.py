@@ -75,7 +75,7 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What both endpoints share."""
 
-    model: str
+    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1

@@ -159,18 +159,12 @@ def _layout(config: ModelConfig, settings: Settings, dtype: str) -> KVLayout:
 
 
 def _num_blocks(settings: Settings, layout: KVLayout) -> int:
-    """Blocks of the pool. Raises ConfigError when it holds nothing or does not fit into memory."""
+    """Blocks of the pool (whether it fits into memory, `Region.create` says)."""
     num_blocks = settings.num_blocks or layout.num_blocks_in(settings.kv_cache_memory_bytes)
     if num_blocks < 2:
         raise ConfigError(
             f"kv_cache_memory_bytes {settings.kv_cache_memory_bytes} holds {num_blocks} blocks of "
             f"{layout.block_nbytes} bytes; give at least {2 * layout.block_nbytes}"
-        )
-    wanted, free = num_blocks * layout.block_nbytes, psutil.virtual_memory().available
-    if wanted > free:
-        raise ConfigError(
-            f"the KV pool of {wanted / 2**30:.1f} GiB does not fit into {free / 2**30:.1f} GiB of free "
-            f"memory; lower --kv-cache-memory-bytes"
         )
     return num_blocks
 

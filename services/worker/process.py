@@ -51,7 +51,7 @@ async def _main(settings: Settings, attach: Sequence[Attach], cores: list[int], 
 
     incarnation = uuid.uuid4().hex[:12]
     worker_id = settings.worker_id or f"{settings.role}-{os.getpid()}"
-    log.configure(settings.log_level, worker=worker_id, role=settings.role)
+    log.configure(settings.log_level, settings.log_format, worker=worker_id)
     host = WorkerHost(settings, worker_id, incarnation, Hub(), cores=cores)
     stop = _handle_signals(host)
     probes = ProbeServer(host)
@@ -78,6 +78,7 @@ async def _main(settings: Settings, attach: Sequence[Attach], cores: list[int], 
     watch.wake()
     await checks.enter_graceful_shutdown()
     drained = await _drain(host)
+    watch.close()
     for service in services:
         await service.close()
     await server.stop(grace=1.0)

@@ -26,6 +26,7 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._watchers: set[asyncio.Event] = set()
+        self._closed = False
 
     def changed(self) -> None:
         """Called on the engine's thread."""
@@ -36,6 +37,11 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
         for event in self._watchers:
             event.set()
 
+    def close(self) -> None:
+        """End all streams: the worker is leaving."""
+        self._closed = True
+        self.wake()
+
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchEvent]:
@@ -43,7 +49,7 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
         self._watchers.add(wake)
         try:
             yield pb.WatchEvent(hello=self._hello())
-            while True:
+            while not self._closed:
                 wake.clear()
                 yield pb.WatchEvent(state=self._state())
                 await asyncio.sleep(STATE_NOT_BEFORE_S)

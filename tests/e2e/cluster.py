@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,23 +46,38 @@ class Process:
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
+    @property
+    def pid(self) -> int:
+        assert self.popen
+        return self.popen.pid
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.popen
         self.popen.send_signal(number)
         if number == signal.SIGKILL:
             self.popen.wait(10)
 
-    def stop(self) -> int:
-        """SIGTERM and the exit status; SIGKILL when it does not end in time."""
-        assert self.popen
-        if self.popen.poll() is None:
+    def ask_to_stop(self) -> None:
+        """SIGTERM, also to one that a test left stopped."""
+        if self.popen and self.popen.poll() is None:
             self.popen.send_signal(signal.SIGCONT)
             self.popen.terminate()
-            try:
-                self.popen.wait(20)
-            except subprocess.TimeoutExpired:
-                self.popen.kill()
-                self.popen.wait(10)
+
+    def stop(self) -> int | None:
+        """SIGTERM and the exit status; SIGKILL when it does not end in time. None if it never began."""
+        if self.popen is None:
+            return None
+        self.ask_to_stop()
+        return self.wait_end(20)
+
+    def wait_end(self, within_s: float) -> int:
+        """Its exit status; killed when it does not end in time."""
+        assert self.popen
+        try:
+            self.popen.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait(10)
         return self.popen.returncode
 
     def ready(self) -> dict[str, Any]:
@@ -69,6 +86,10 @@ class Process:
             return httpx.get(f"http://127.0.0.1:{self.probe_port}/ready", timeout=2).json()
         except (httpx.HTTPError, ValueError):
             return {}
+
+    def stats(self) -> dict[str, int]:
+        """The worker's counters and gauges (`engine.messages.EngineStats`); {} when it does not answer."""
+        return self.ready().get("stats", {})
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's series that carry these labels."""
@@ -108,6 +129,7 @@ class Cluster:
         router_flags = {k: v for k, v in common.items() if k not in ("num_blocks", "cpu_threads")}
         self.router = Process("router", "router", router_flags | {"port": port, "discovery": discovery}, port, port)
         self.url = f"http://127.0.0.1:{port}"
+        self._model = ""
 
     def __enter__(self) -> Cluster:
         for process in self.processes:
@@ -121,13 +143,21 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
-            if process.popen:
-                process.stop()
+            process.ask_to_stop()
+        for process in self.processes:
+            process.stop()
             process.log.unlink(missing_ok=True)
 
     @property
     def processes(self) -> list[Process]:
         return [*self.workers, self.router]
+
+    @property
+    def model(self) -> str:
+        """The served name, as `/v1/models` tells it."""
+        if not self._model:
+            self._model = httpx.get(f"{self.url}/v1/models", timeout=5).json()["data"][0]["id"]
+        return self._model
 
     def worker(self, name: str) -> Process:
         return next(worker for worker in self.workers if worker.name == name)
@@ -151,12 +181,32 @@ class Cluster:
         except (httpx.HTTPError, ValueError, KeyError):
             return []
 
-    def complete(self, prompt: Any, plan: str = "auto", timeout: float = 120, **body: Any) -> httpx.Response:
-        """POST /v1/completions, greedy, token ids returned."""
-        given = {"model": None, "prompt": prompt, "temperature": 0, "return_token_ids": True, "max_tokens": 48}
-        return httpx.post(
-            f"{self.url}/v1/completions", json=given | body, headers={"X-Baton-Plan": plan}, timeout=timeout
-        )
+    def body(self, prompt: Any, **more: Any) -> dict[str, Any]:
+        """A completion request: greedy, 48 tokens, token ids returned; `more` goes on top."""
+        greedy = {"temperature": 0, "max_tokens": 48, "return_token_ids": True}
+        return {"model": self.model, "prompt": prompt} | greedy | more
+
+    def complete(self, prompt: Any, plan: str = "auto", timeout: float = 120, **more: Any) -> httpx.Response:
+        """POST /v1/completions and wait for the whole answer."""
+        headers = {"X-Baton-Plan": plan}
+        url, body = f"{self.url}/v1/completions", self.body(prompt, **more)
+        return httpx.post(url, json=body, headers=headers, timeout=timeout)
+
+    @contextmanager
+    def stream(
+        self, prompt: Any, plan: str = "auto", timeout: float = 120, **more: Any
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        """POST /v1/completions with `stream`; yields the events, [DONE] as `{"done": True}`.
+
+        Leaving the block early closes the connection, as a client does that goes away.
+        """
+        headers, body = {"X-Baton-Plan": plan}, self.body(prompt, stream=True, **more)
+        with httpx.stream(
+            "POST", f"{self.url}/v1/completions", json=body, headers=headers, timeout=timeout
+        ) as reply:
+            if reply.status_code != 200:
+                raise AssertionError(f"{reply.status_code}: {reply.read().decode()}")
+            yield events(reply.iter_lines())
 
     def log_text(self) -> str:
         return "".join(process.log.read_text() for process in self.processes)
@@ -169,6 +219,15 @@ class Cluster:
             return all(not unrest(self.worker(name).ready().get("stats")) for name in names)
 
         wait_until(idle, within_s, lambda: str({n: unrest(self.worker(n).ready().get("stats")) for n in names}))
+
+
+def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The `data:` events of a stream."""
+    for line in lines:
+        if line == "data: [DONE]":
+            yield {"done": True}
+        elif line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
 
 
 def unrest(stats: dict[str, int] | None) -> dict[str, int]:
@@ -191,11 +250,17 @@ def wait_until(condition: Callable[[], bool], within_s: float, explain: Callable
     return time.monotonic() - started
 
 
-def matches_gold(name: str, token_ids: list[int]) -> bool:
-    """Equal to GOLD up to the first step whose two best tokens are closer than 1e-3 there."""
+def matches_gold(name: str, token_ids: list[int], max_tokens: int = 48) -> bool:
+    """Equal to GOLD's first `max_tokens` up to the first step whose two best tokens are closer than 1e-3."""
     case = GOLD[name]
-    for step, (ours, theirs) in enumerate(zip(token_ids, case["output_ids"], strict=False)):
+    expected = case["output_ids"][:max_tokens]
+    for step, (ours, theirs) in enumerate(zip(token_ids, expected, strict=False)):
         if ours != theirs:
             best = case["top5"][step]
             return best[0][1] - best[1][1] < 1e-3
-    return len(token_ids) == len(case["output_ids"])
+    return len(token_ids) == len(expected)
+
+
+def fresh_salt() -> str:
+    """A cache salt that no request has used: a cold run."""
+    return uuid.uuid4().hex

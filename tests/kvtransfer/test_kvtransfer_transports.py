@@ -204,6 +204,16 @@ def mapped_regions():
     return Path("/proc/self/maps").read_text().count("memfd:baton-kv")
 
 
+def test_an_idle_nixl_agent_leaves_the_cores_alone(region):
+    """NIXL's progress thread spins by default, which on a small machine takes a core from the model."""
+    transport = NixlTransport(region, "idle")
+    transport.offer()
+    used = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - used < 0.1
+    transport.close()
+
+
 def test_missing_nixl_says_how_to_install_it(region, monkeypatch):
     def missing(_name):
         raise ImportError("No module named 'nixl'")

@@ -189,6 +189,28 @@ async def test_ignore_eos_and_stop_ids_make_the_final_stop_set(stack_of):
         assert sets == [set(stack.router.text.eos_token_ids) | {7}, {7}, set()]
 
 
+async def test_an_answer_that_ends_at_its_first_token(stack_of, text):
+    """By its limit, by the end token, by a stop string: one token is counted, then nothing more."""
+    ids = text.tokenizer.encode("stop here")
+    async with stack_of(says(ids)) as stack:
+        for stream in (False, True):
+            for options, said, reason in (
+                ({"max_tokens": 1}, "stop", "length"),
+                ({"stop": "stop"}, "", "stop"),
+                ({"stop": "p"}, "sto", "stop"),
+                ({"extra_body": {"stop_token_ids": [ids[0]]}}, "", "stop"),
+            ):
+                answer = await complete(stack, stream=stream, **options)
+                choices = [c async for e in answer for c in e.choices] if stream else answer.choices
+                assert "".join(c.text for c in choices) == said
+                assert [c.finish_reason for c in choices if c.finish_reason] == [reason]
+                assert stream or answer.usage.completion_tokens == 1
+        stack.worker.script = says([])
+        answer = await chat(stack)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "stop")
+        assert answer.usage.completion_tokens == 1
+
+
 async def test_sampling_parameters_arrive(stack_of):
     async with stack_of() as stack:
         await complete(
@@ -201,7 +223,13 @@ async def test_sampling_parameters_arrive(stack_of):
             logprobs=3,
             max_tokens=9,
             user="someone",
-            extra_body={"top_k": -1, "min_p": 0.05, "repetition_penalty": 1.3, "min_tokens": 2, "cache_salt": "s"},
+            extra_body={
+                "top_k": -1,
+                "min_p": 0.05,
+                "repetition_penalty": 1.3,
+                "min_tokens": 2,
+                "cache_salt": "s",
+            },
         )
         request = stack.worker.starts[0]
         s = request.sampling

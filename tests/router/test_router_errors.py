@@ -157,9 +157,7 @@ async def test_too_long_names_both_numbers_and_touches_no_worker(small):
 
 async def test_a_body_beyond_the_limit(stack_of):
     async with stack_of(max_body_bytes=1000) as stack:
-        answer = await stack.http.post(
-            "/v1/completions", json={"model": stack.model, "prompt": "x" * 2000}
-        )
+        answer = await stack.http.post("/v1/completions", json={"model": stack.model, "prompt": "x" * 2000})
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "payload_too_large"
 

@@ -9,6 +9,7 @@ import time
 
 import openai
 import pytest
+import structlog
 from router_fakes import says
 
 from core.errors import ContextLengthExceeded, EngineFault, Overloaded
@@ -21,6 +22,12 @@ FOREVER = says(IDS * 40, finish=FinishReason.LENGTH, delay_s=0.01)
 async def start(stack, **options):
     ask = stack.client.completions.create
     return await ask(**{"model": stack.model, "prompt": "x", "max_tokens": 4000, **options})
+
+
+async def read(stream, into: list) -> None:
+    """Read a stream to its end; what came before an error is kept."""
+    async for event in stream:
+        into += [event]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +54,10 @@ async def test_before_the_first_token_an_error_is_a_status(stack_of, error, stat
 async def test_after_three_tokens_an_error_is_one_event_and_the_end(stack_of, n):
     async with stack_of(says(IDS, fail_at=3, error=EngineFault("the step failed"))) as stack:
         got = []
+        stream = await start(stack, stream=True, n=n)
         with pytest.raises(openai.APIError, match="the step failed"):
-            async for event in await start(stack, stream=True, n=n):
-                got += event.choices
+            await read(stream, got)
+        got = [choice for event in got for choice in event.choices]
         assert len(got) == 3 * n
         assert not any(choice.finish_reason for choice in got)
         body = {"model": stack.model, "prompt": "x", "stream": True}
@@ -71,8 +79,7 @@ async def test_worker_dies_in_mid_stream(stack_of):
         began = time.monotonic()
         await stack.worker.stop()
         with pytest.raises(openai.APIError, match="was lost"):
-            async for _ in stream:
-                pass
+            await read(stream, [])
         assert time.monotonic() - began < 2
         await stack.until(lambda: stack.states() == {"decode-0": "lost"})
         assert (await stack.http.get("/ready")).status_code == 503
@@ -104,7 +111,14 @@ async def test_a_client_that_leaves_is_cancelled_at_the_worker(stack_of, stream,
     script = says(IDS * 40, finish=FinishReason.LENGTH, delay_s=first_token_s)
     async with stack_of(script) as stack:
         body = json.dumps(
-            {"model": stack.model, "prompt": "x", "stream": stream, "max_tokens": 4000, "n": 2, "ignore_eos": True}
+            {
+                "model": stack.model,
+                "prompt": "x",
+                "stream": stream,
+                "max_tokens": 4000,
+                "n": 2,
+                "ignore_eos": True,
+            }
         )
         reader, writer = await asyncio.open_connection(*tuple_of(stack.url))
         writer.write(request("/v1/completions", body))
@@ -134,7 +148,9 @@ def exposition(stack) -> str:
 
 async def test_one_failing_prompt_cancels_its_siblings(stack_of):
     async def script(request):
-        inner = FOREVER if len(request.prompt_token_ids) == 1 else says(IDS, fail_at=2, error=EngineFault("no"))
+        inner = (
+            FOREVER if len(request.prompt_token_ids) == 1 else says(IDS, fail_at=2, error=EngineFault("no"))
+        )
         async for delta in inner(request):
             yield delta
 
@@ -150,9 +166,9 @@ async def test_a_request_has_an_end(stack_of):
         with pytest.raises(openai.InternalServerError, match=r"0\.5 s"):
             await start(stack)
         got = []
+        stream = await start(stack, stream=True)
         with pytest.raises(openai.APIError, match=r"0\.5 s"):
-            async for event in await start(stack, stream=True):
-                got.append(event)
+            await read(stream, got)
         assert got
         await stack.until(lambda: not stack.worker.open)
 
@@ -194,6 +210,20 @@ async def test_a_slow_reader_is_cancelled_and_slows_nobody(stack_of, monkeypatch
         rest = await reader.read(-1)
         assert b'"code":"overloaded"' in rest
         assert b"[DONE]" not in rest
+
+
+async def test_a_bug_is_an_envelope_and_a_log_line_without_its_words(stack_of, monkeypatch):
+    def broken(*_):
+        raise ValueError("secret words")
+
+    monkeypatch.setattr("services.router.endpoint.Generation.start", broken)
+    with structlog.testing.capture_logs() as captured:
+        async with stack_of() as stack:
+            answer = await stack.http.post("/v1/completions", json={"model": stack.model, "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    [bug] = [line for line in captured if line["event"] == "request.bug"]
+    assert bug["kind"] == "ValueError"
+    assert "secret words" not in repr(captured) + answer.text
 
 
 async def test_a_worker_that_aborts_is_an_error(stack_of):

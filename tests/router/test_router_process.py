@@ -76,7 +76,9 @@ def test_settings_that_cannot_work_are_sentences():
             main.run(settings)
 
 
-@pytest.mark.parametrize("url", ["", "static://", "static://host", "static://:1", "static://h:99999", "dns://x"])
+@pytest.mark.parametrize(
+    "url", ["", "static://", "static://host", "static://:1", "static://h:99999", "dns://x"]
+)
 def test_discovery_refuses(url):
     with pytest.raises(ConfigError):
         discovery.from_url(url)

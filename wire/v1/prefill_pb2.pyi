@@ -88,15 +88,3 @@ class RenewReply(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
-
-class ReleaseRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch")
-    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    transfer_id: str
-    epoch: int
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
-
-class ReleaseReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...

@@ -49,11 +49,6 @@ class PrefillStub:
                 request_serializer=wire_dot_v1_dot_prefill__pb2.RenewRequest.SerializeToString,
                 response_deserializer=wire_dot_v1_dot_prefill__pb2.RenewReply.FromString,
                 _registered_method=True)
-        self.Release = channel.unary_unary(
-                '/baton.wire.v1.Prefill/Release',
-                request_serializer=wire_dot_v1_dot_prefill__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=wire_dot_v1_dot_prefill__pb2.ReleaseReply.FromString,
-                _registered_method=True)
 
 
 class PrefillServicer:
@@ -81,13 +76,6 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Release(self, request, context):
-        """The caller has its blocks. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,11 +93,6 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=wire_dot_v1_dot_prefill__pb2.RenewRequest.FromString,
                     response_serializer=wire_dot_v1_dot_prefill__pb2.RenewReply.SerializeToString,
-            ),
-            'Release': grpc.unary_unary_rpc_method_handler(
-                    servicer.Release,
-                    request_deserializer=wire_dot_v1_dot_prefill__pb2.ReleaseRequest.FromString,
-                    response_serializer=wire_dot_v1_dot_prefill__pb2.ReleaseReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -193,33 +176,6 @@ class Prefill:
             '/baton.wire.v1.Prefill/Renew',
             wire_dot_v1_dot_prefill__pb2.RenewRequest.SerializeToString,
             wire_dot_v1_dot_prefill__pb2.RenewReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Release(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.wire.v1.Prefill/Release',
-            wire_dot_v1_dot_prefill__pb2.ReleaseRequest.SerializeToString,
-            wire_dot_v1_dot_prefill__pb2.ReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,
