@@ -102,9 +102,7 @@ class BlockPool:
         """Give up sole ownership of blocks that a transfer may still write into."""
         for block_id in block_ids:
             if self._refs[block_id] != 1 or self._content[block_id] is not None:
-                raise AssertionError(
-                    f"block {block_id} is shared or committed, it cannot be quarantined"
-                )
+                raise AssertionError(f"block {block_id} is shared or committed, it cannot be quarantined")
             self._refs[block_id] = 0
             self._quarantined.add(block_id)
 

@@ -11,7 +11,9 @@ from core import faults, log
 from core.clock import Clock, monotonic
 from core.errors import BatonError, EngineFault
 from core.request import FinishReason, Gathered, TokenDelta, TokenLogprob
-from engine import batch, sampler
+from engine import sampler
+from engine.batch import Batch
+from engine.batch import Chunk as BatchChunk
 from engine.messages import (
     Abort,
     Add,
@@ -26,8 +28,9 @@ from engine.messages import (
     Quiet,
 )
 from engine.sampler import Draw
-from engine.scheduler import Chunk, Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence as Seq
+from engine.step import Chunk, StepPlan
 
 _log = log.get("engine")
 
@@ -35,7 +38,7 @@ _log = log.get("engine")
 class Runner(Protocol):
     """What the engine needs of a model: see `engine.runner.ModelRunner`."""
 
-    def run(self, work: batch.Batch) -> torch.Tensor:
+    def run(self, batch: Batch) -> torch.Tensor:
         """fp32 logits `[rows, vocab]` in chunk order; writes K/V of all tokens into the pool."""
         ...
 
@@ -129,18 +132,18 @@ class Engine:
             self._runner.copy_block(src, dst)
         faults.hit("engine.step")
         return self._runner.run(
-            batch.Batch.build(
+            Batch.build(
                 [self._as_batch_chunk(chunk) for chunk in plan.chunks],
                 self.scheduler.limits.block_size,
             )
         )
 
-    def _as_batch_chunk(self, chunk: Chunk) -> batch.Chunk:
+    def _as_batch_chunk(self, chunk: Chunk) -> BatchChunk:
         seq, end = chunk.seq, chunk.start + chunk.count
         logits_from = chunk.count - 1 if chunk.sample else None
         if seq.request and seq.sampling.prompt_logprobs and seq.num_output == 0:
             logits_from = 0
-        return batch.Chunk(seq.tokens[chunk.start : end], chunk.start, seq.block_table, logits_from)
+        return BatchChunk(seq.tokens[chunk.start : end], chunk.start, seq.block_table, logits_from)
 
     # ---- advance
 
@@ -272,9 +275,7 @@ class Engine:
         failed: dict[str, Event] = {}
         for chunk in plan.chunks:
             request_id = chunk.seq.request.request_id if chunk.seq.request else chunk.seq.seq_id
-            fault = known or EngineFault(
-                f"the engine failed in a step ({type(error).__name__}); try again"
-            )
+            fault = known or EngineFault(f"the engine failed in a step ({type(error).__name__}); try again")
             failed[request_id] = Failed(request_id, fault)
             self.scheduler.abort(request_id)
             self._prompt_logprobs.pop(request_id, None)

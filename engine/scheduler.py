@@ -13,9 +13,6 @@ cache), it waits at the head of the queue and later continues as if it had never
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-
 from core.blocks import BlockHasher, num_blocks_for, num_shareable_blocks
 from core.clock import Clock, monotonic
 from core.errors import ContextLengthExceeded, Overloaded
@@ -31,49 +28,20 @@ from engine.messages import (
     LoadOrdered,
     LoadReport,
 )
+from engine.paging import Pager
 from engine.sequence import PrefillJob, Sequence, State
+from engine.step import Chunk, Limits, StepPlan
 
 MAX_PASSED_OVER = 32
 """How often later arrivals may be admitted before a request that does not fit yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """`count` tokens of one sequence from position `start`; `sample`: its last token's logits are wanted."""
-
-    seq: Sequence
-    start: int
-    count: int
-    sample: bool
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What to do now: first the copies, then one forward pass over the chunks."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one worker may take on."""
-
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_waiting: int
-    min_remote_tokens: int
-
-
 class Scheduler:
     """All sequences of one worker and their place in its pool."""
 
-    def __init__(
-        self, pool: BlockPool, limits: Limits, namespace: bytes, clock: Clock = monotonic
-    ) -> None:
-        self.pool, self.limits, self.namespace, self._clock = pool, limits, namespace, clock
+    def __init__(self, pool: BlockPool, limits: Limits, namespace: bytes, clock: Clock = monotonic) -> None:
+        self.pool, self.limits, self._namespace, self._clock = pool, limits, namespace, clock
+        self._pager = Pager(pool, limits.block_size)
         self.waiting: list[Sequence] = []
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
@@ -139,7 +107,7 @@ class Scheduler:
         """The first `count` blocks of a running load are verified and may be shared."""
         seq = self.loading.get(request_id)
         if seq is not None and not seq.aborted:
-            self._mark_arrived(seq, count)
+            self._pager.mark_arrived(seq, count)
 
     def load_finished(self, request_id: str, report: LoadReport) -> None:
         """A load is over: the sequence computes whatever did not arrive."""
@@ -147,16 +115,16 @@ class Scheduler:
         if seq is None:
             return
         if not seq.aborted:
-            self._mark_arrived(seq, report.arrived)
-        if report.unquiet:
-            self._swap_out_unquiet(seq, frozenset(report.unquiet))
+            self._pager.mark_arrived(seq, report.arrived)
+        complete = not report.unquiet or self._pager.replace(seq, frozenset(report.unquiet))
         if seq.aborted:
             self._finish(seq)
             return
         self.reports[request_id] = report
-        if seq.state is not State.WAITING:  # its unquiet blocks may have cost it its place
-            seq.state = State.RUNNING
-            self._insert(self.running, seq)
+        if complete:
+            self._run(seq)
+        else:
+            self._wait(seq)
 
     # ---- one step
 
@@ -183,14 +151,13 @@ class Scheduler:
         """The chunk's KV stands in the pool: commit its full blocks, publish those of a prefill job."""
         seq = chunk.seq
         seq.num_computed += chunk.count
-        self._commit(seq)
+        self._pager.commit(seq)
         if not seq.is_prefill_job:
             return []
         events = self._publish(seq, now)
         if seq.num_to_compute == 0:
             self.running.remove(seq)
-            seq.state = State.HELD
-            self.held[seq.seq_id] = seq
+            self._hold(seq)
         return events
 
     def fork(self, seq: Sequence) -> list[Sequence]:
@@ -230,40 +197,32 @@ class Scheduler:
                 break
 
     def _admit_one(self, seq: Sequence, plan: StepPlan, now: float) -> bool:
-        size = self.limits.block_size
-        cached = self._lookup(seq)
-        need = num_blocks_for(len(seq.tokens), size) - len(cached)
-        # One token beyond, so that a sequence is not admitted only to be preempted at once.
-        room = num_blocks_for(len(seq.tokens) + (not seq.is_prefill_job), size) - len(cached)
-        # Cached blocks that nobody holds stop being free when they are acquired.
-        idle = sum(self.pool.refs(block_id) == 0 for block_id in cached)
+        cached = self._pager.lookup(seq)
+        # Every running sequence may want its next block soon.
         growth = sum(not other.is_prefill_job for other in self.running)
-        if self.pool.num_free - idle - room < growth:
+        if not self._pager.fits(seq, cached, spare=growth):
             return False
-        self.pool.acquire(cached)
-        seq.block_table = cached + self.pool.allocate(need)
-        seq.num_computed = len(cached) * size
-        seq.num_committed = len(cached)
-        self._count_lookup(seq, len(cached))
+        self._pager.reserve(seq, cached)
         self.waiting.remove(seq)
+        if self.pool.caching:
+            self.num_queried += len(seq.tokens)
+            self.num_hit += seq.num_computed
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s, seq.num_cached = now, seq.num_computed
         if seq.is_prefill_job:
             self._start_job(seq, plan, now)
-        elif self._order_load(seq, plan, len(cached)):
-            return True
-        if seq.state is not State.HELD:
-            seq.state = State.RUNNING
-            self._insert(self.running, seq)
+        elif not self._order_load(seq, plan, len(cached)):
+            self._run(seq)
         return True
 
     def _start_job(self, seq: Sequence, plan: StepPlan, now: float) -> None:
         cached_blocks = seq.num_computed // self.limits.block_size
         plan.events.append(JobStarted(seq.seq_id, cached_blocks, now - seq.arrived_s))
         plan.events += self._publish(seq, now)
-        if seq.num_to_compute == 0:
-            seq.state = State.HELD
-            self.held[seq.seq_id] = seq
+        if seq.num_to_compute:
+            self._run(seq)
+        else:
+            self._hold(seq)
 
     def _order_load(self, seq: Sequence, plan: StepPlan, num_cached: int) -> bool:
         size, request = self.limits.block_size, seq.request
@@ -289,89 +248,32 @@ class Scheduler:
         )
         return True
 
-    def _lookup(self, seq: Sequence) -> list[int]:
-        if not self.pool.caching or (seq.request and seq.sampling.prompt_logprobs):
-            return []
-        size = self.limits.block_size
-        usable = (
-            len(seq.tokens) // size
-            if seq.is_prefill_job
-            else num_shareable_blocks(len(seq.tokens), size)
-        )
-        return self.pool.match(seq.hasher.hashes[:usable], seq.tokens, size)
-
-    def _count_lookup(self, seq: Sequence, num_hit_blocks: int) -> None:
-        if self.pool.caching:
-            self.num_queried += len(seq.tokens)
-            self.num_hit += num_hit_blocks * self.limits.block_size
-
     # ---- blocks
 
     def _make_room(self, seq: Sequence, plan: StepPlan) -> bool:
-        """A private slot for the next token, by preempting the youngest if need be."""
-        size = self.limits.block_size
-        at = seq.num_computed // size
-        fresh = at == len(seq.block_table)
-        if not fresh and self.pool.refs(seq.block_table[at]) == 1:
-            return True
-        while True:
+        """A writable slot for the next token, by preempting the youngest if need be; False: this one was."""
+        while not self._pager.has_slot(seq):
             try:
-                (block_id,) = self.pool.allocate(1)
-                break
+                copy = self._pager.take_slot(seq)
             except NoFreeBlocks:
-                victim = max(self._preemptible(), key=lambda s: s.order)
+                victim = max((s for s in self.running if not s.is_prefill_job), key=lambda s: s.order)
                 self._preempt(victim)
                 if victim is seq:
                     return False
-                if not fresh and self.pool.refs(seq.block_table[at]) == 1:
-                    return True  # the victim shared the block, now it is private
-        if fresh:
-            seq.block_table.append(block_id)
-        else:
-            shared = seq.block_table[at]
-            plan.copies.append((shared, block_id))
-            seq.block_table[at] = block_id
-            self.pool.release([shared])
+            else:
+                if copy:
+                    plan.copies.append(copy)
         return True
-
-    def _preemptible(self) -> Iterable[Sequence]:
-        return (s for s in self.running if not s.is_prefill_job)
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._give_back(seq)
-        seq.state = State.WAITING
+        self._wait(seq)
         self.num_preempted += 1
+
+    def _wait(self, seq: Sequence) -> None:
+        self._pager.give_back(seq)
+        seq.state = State.WAITING
         self._insert(self.waiting, seq)
-
-    def _mark_arrived(self, seq: Sequence, count: int) -> None:
-        size = self.limits.block_size
-        computed = seq.num_cached + count * size
-        if computed > seq.num_computed:
-            seq.num_computed = computed
-            seq.num_remote = count * size
-            self._commit(seq)
-
-    def _swap_out_unquiet(self, seq: Sequence, unquiet: frozenset[int]) -> None:
-        """Replace blocks that may still be written into; without replacements, start over later."""
-        self.pool.quarantine(unquiet)
-        try:
-            fresh = iter(self.pool.allocate(len(unquiet)))
-        except NoFreeBlocks:
-            seq.block_table = [b for b in seq.block_table if b not in unquiet]
-            if not seq.aborted:
-                self._give_back(seq)
-                seq.state = State.WAITING
-                self._insert(self.waiting, seq)
-            return
-        seq.block_table = [next(fresh) if b in unquiet else b for b in seq.block_table]
-
-    def _commit(self, seq: Sequence) -> None:
-        size = self.limits.block_size
-        for i in range(seq.num_committed, seq.num_computed // size):
-            tokens = tuple(seq.tokens[i * size : (i + 1) * size])
-            self.pool.commit(seq.block_table[i], seq.hasher.hashes[i], i, tokens)
-            seq.num_committed = i + 1
 
     def _publish(self, seq: Sequence, now: float) -> list[Event]:
         first, until = seq.num_published, seq.num_computed // self.limits.block_size
@@ -380,15 +282,10 @@ class Scheduler:
         seq.num_published = until
         return [BlocksBuilt(seq.seq_id, first, tuple(seq.block_table[first:until]), now)]
 
-    def _give_back(self, seq: Sequence) -> None:
-        self.pool.release(seq.block_table)
-        seq.block_table = []
-        seq.num_computed = seq.num_committed = 0
-
     def _finish(self, seq: Sequence) -> None:
         if seq.state is not State.FINISHED:
             seq.state = State.FINISHED
-            self._give_back(seq)
+            self._pager.give_back(seq)
             if seq.request and not self.is_live(seq.request.request_id):
                 self.reports.pop(seq.request.request_id, None)
 
@@ -402,7 +299,7 @@ class Scheduler:
         )
 
     def _new(self, seq_id: str, token_ids: tuple[int, ...], cache_salt: str) -> Sequence:
-        hasher = BlockHasher(self.namespace, cache_salt, self.limits.block_size)
+        hasher = BlockHasher(self._namespace, cache_salt, self.limits.block_size)
         hasher.extend(token_ids)
         order = self._next_order()
         return Sequence(seq_id, list(token_ids), len(token_ids), hasher, order, self._clock())
@@ -419,6 +316,14 @@ class Scheduler:
             if (s.request.request_id if s.request else s.seq_id) == request_id
             and (index is None or (s.index == index and s.width == 1))
         ]
+
+    def _run(self, seq: Sequence) -> None:
+        seq.state = State.RUNNING
+        self._insert(self.running, seq)
+
+    def _hold(self, seq: Sequence) -> None:
+        seq.state = State.HELD
+        self.held[seq.seq_id] = seq
 
     @staticmethod
     def _insert(queue: list[Sequence], seq: Sequence) -> None:

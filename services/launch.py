@@ -106,7 +106,7 @@ class _Launcher:
                     body = child.probe()
                     progress.update(
                         bars[child.name],
-                        completed=1.0 if child.ready else float(body.get("progress", 0.0)),
+                        completed=1.0 if child.ready else float(str(body.get("progress", 0.0))),
                         description="ready" if child.ready else str(body.get("doing", "starting")),
                     )
                 if all(child.ready for child in self._children):

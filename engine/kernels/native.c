@@ -22,6 +22,7 @@
 #else
 #define HOLD(v)
 #endif
+/* For loops whose bounds are constants, so that what they index lives in registers. */
 #define UNROLL _Pragma("GCC unroll 16")
 
 typedef float vf __attribute__((vector_size(64)));
@@ -131,7 +132,7 @@ INLINE vf dot_pairs(vf s, vf x, vf y) {
 
 /* M x N results at once: every number of w is used M times, every number of x N times. `ahead`: also
  * fetch the next N rows of w; rows are too short for the hardware to see them coming. */
-INLINE void linear_tile(const void *x, const void *w, void *y, int64_t k, int64_t n, const int M, const int N,
+INLINE void linear_tile(const void *x, const void *w, void *y, int64_t n, int64_t k, const int M, const int N,
                         const int ahead, const int bf16, const int y_bf16) {
     vf sums[LANES] = {{0}};
     const int64_t stride = k << (bf16 ? 1 : 2);
@@ -146,7 +147,6 @@ INLINE void linear_tile(const void *x, const void *w, void *y, int64_t k, int64_
         UNROLL for (int i = 0; i < M; i++) {
             vf a;
             memcpy(&a, xp + i * stride, sizeof(vf));
-            HOLD(a);
             UNROLL for (int j = 0; j < N; j++) {
                 vf *s = &sums[i * N + j];
                 *s = bf16 ? dot_pairs(*s, a, b[j]) : *s + a * b[j];
@@ -159,21 +159,21 @@ INLINE void linear_tile(const void *x, const void *w, void *y, int64_t k, int64_
 }
 
 /* One to four rows of x; three or four only with N <= 4. */
-INLINE void linear_few(const void *x, const void *w, void *y, int64_t m, int64_t k, int64_t n, const int N,
+INLINE void linear_few(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, const int N,
                        const int ahead, const int bf16, const int y_bf16) {
     const int narrow = N < 4 ? N : 4;
-    if (m == 1) linear_tile(x, w, y, k, n, 1, N, ahead, bf16, y_bf16);
-    else if (m == 2) linear_tile(x, w, y, k, n, 2, N, ahead, bf16, y_bf16);
-    else if (m == 3) linear_tile(x, w, y, k, n, 3, narrow, ahead, bf16, y_bf16);
-    else linear_tile(x, w, y, k, n, 4, narrow, ahead, bf16, y_bf16);
+    if (m == 1) linear_tile(x, w, y, n, k, 1, N, ahead, bf16, y_bf16);
+    else if (m == 2) linear_tile(x, w, y, n, k, 2, N, ahead, bf16, y_bf16);
+    else if (m == 3) linear_tile(x, w, y, n, k, 3, narrow, ahead, bf16, y_bf16);
+    else linear_tile(x, w, y, n, k, 4, narrow, ahead, bf16, y_bf16);
 }
 
 /* N rows of w against all rows of x; the first pass over w also fetches what comes next. */
 INLINE void linear_rows(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, const int N,
                         const int bf16, const int y_bf16) {
-    linear_few(x, w, y, m, k, n, N, 1, bf16, y_bf16);
+    linear_few(x, w, y, m, n, k, N, 1, bf16, y_bf16);
     for (int64_t i = 4; i < m; i += 4)
-        linear_few(at(x, i * k, bf16), w, at(y, i * n, y_bf16), m - i, k, n, N < 4 ? N : 4, 0, bf16, y_bf16);
+        linear_few(at(x, i * k, bf16), w, at(y, i * n, y_bf16), m - i, n, k, N < 4 ? N : 4, 0, bf16, y_bf16);
 }
 
 INLINE void linear_block(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int64_t count,
@@ -185,7 +185,10 @@ INLINE void linear_block(const void *x, const void *w, void *y, int64_t m, int64
             linear_rows(x, at(w, j * k, bf16), at(y, j, y_bf16), m, n, k, 1, bf16, y_bf16);
 }
 
-void baton_linear(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int bf16, int y_bf16) {
+/* Rows of x that stay in the second level cache while all of w goes by. */
+#define ROWS_AT_ONCE 128
+
+static void linear_some(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int bf16, int y_bf16) {
     const int64_t wide = m <= 2 ? 8 : 4;
 #pragma omp parallel for schedule(static)
     for (int64_t j = 0; j < n; j += wide) {
@@ -195,6 +198,13 @@ void baton_linear(const void *x, const void *w, void *y, int64_t m, int64_t n, i
         if (!bf16) linear_block(x, rows, out, m, n, k, count, 0, 0);
         else if (y_bf16) linear_block(x, rows, out, m, n, k, count, 1, 1);
         else linear_block(x, rows, out, m, n, k, count, 1, 0);
+    }
+}
+
+void baton_linear(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int bf16, int y_bf16) {
+    for (int64_t i = 0; i < m; i += ROWS_AT_ONCE) {
+        const int64_t count = m - i < ROWS_AT_ONCE ? m - i : ROWS_AT_ONCE;
+        linear_some(at(x, i * k, bf16), w, at(y, i * n, y_bf16), count, n, k, bf16, y_bf16);
     }
 }
 
@@ -298,15 +308,20 @@ void baton_rope_and_store(void *qkv, const float *rope, const int64_t *positions
 
 /* ---- decode attention: one query row a sequence, one pass over its blocks with a running softmax ---- */
 
-/* scores[g] of the 16 tokens at rows k[0] (8 tokens) and k[1] (8 more). */
-INLINE void score_16(const float *q, const void *layer, const int64_t k[2], int64_t dim, vf *scores, const int G,
-                     const int kv_bf16) {
+/* scores[g] of the 16 tokens at rows k[0] (8 tokens) and k[1] (8 more). `next`: rows wanted soon. A block's
+ * layer is a short run somewhere in the pool, so without asking ahead each one starts with a cache miss. */
+INLINE void score_16(const float *q, const void *layer, const int64_t k[2], const int64_t next[2], int64_t dim,
+                     vf *scores, const int G, const int kv_bf16) {
     vf dots[MAX_GROUP][LANES];
     UNROLL for (int t = 0; t < LANES; t += 4) {
         vf part[MAX_GROUP][4] = {{{0}}};
         for (int64_t d = 0; d < dim; d += LANES) {
             vf keys[4];
-            UNROLL for (int u = 0; u < 4; u++) keys[u] = load(layer, k[t / 8] + (t % 8 + u) * dim + d, kv_bf16);
+            UNROLL for (int u = 0; u < 4; u++) {
+                const int64_t at_row = (t % 8 + u) * dim + d;
+                keys[u] = load(layer, k[t / 8] + at_row, kv_bf16);
+                __builtin_prefetch(at(layer, next[t / 8] + at_row, kv_bf16), 0, 2);
+            }
             UNROLL for (int g = 0; g < G; g++) {
                 vf query = load(q, g * dim + d, 0);
                 UNROLL for (int u = 0; u < 4; u++) part[g][u] += query * keys[u];
@@ -320,7 +335,8 @@ INLINE void score_16(const float *q, const void *layer, const int64_t k[2], int6
 
 /* acc[g][:] = acc[g][:] * keep[g] + sum over the first n of 16 tokens of weights[g][t] * V[t][:]. */
 INLINE void add_values(vf (*acc)[MAX_HEAD_DIM / LANES], const float *keep, const vf *weights, const void *layer,
-                       const int64_t v[2], int64_t n, int64_t dim, const int G, const int kv_bf16) {
+                       const int64_t v[2], const int64_t next[2], int64_t n, int64_t dim, const int G,
+                       const int kv_bf16) {
     for (int64_t d = 0; d < dim; d += 2 * LANES) {
         vf low[MAX_GROUP], high[MAX_GROUP];
         UNROLL for (int g = 0; g < G; g++) {
@@ -328,8 +344,10 @@ INLINE void add_values(vf (*acc)[MAX_HEAD_DIM / LANES], const float *keep, const
             high[g] = acc[g][d / LANES + 1] * keep[g];
         }
         for (int64_t t = 0; t < n; t++) {
-            const int64_t row = v[t / 8] + t % 8 * dim + d;
+            const int64_t at_row = t % 8 * dim + d, row = v[t / 8] + at_row;
             vf a = load(layer, row, kv_bf16), b = load(layer, row + LANES, kv_bf16);
+            __builtin_prefetch(at(layer, next[t / 8] + at_row, kv_bf16), 0, 2);
+            if (!kv_bf16) __builtin_prefetch(at(layer, next[t / 8] + at_row + LANES, kv_bf16), 0, 2);
             UNROLL for (int g = 0; g < G; g++) {
                 const float weight = ((const float *)&weights[g])[t];
                 low[g] += a * weight;
@@ -343,6 +361,16 @@ INLINE void add_values(vf (*acc)[MAX_HEAD_DIM / LANES], const float *keep, const
     }
 }
 
+/* Rows of K and V of the 8 tokens from `first` and the 8 after them; past the end, of the last tokens. */
+INLINE void find_16(const Pool *pool, int64_t head, const int32_t *table, int64_t kv_len, int64_t first, int64_t k[2],
+                    int64_t v[2]) {
+    for (int i = 0; i < 2; i++, first += 8) {
+        const int64_t token = first < kv_len ? first : (kv_len - 1) / 8 * 8;
+        k[i] = row_of(pool, table[token / pool->block_size], head, token % pool->block_size);
+        v[i] = k[i] + pool->block_size * pool->head_dim;
+    }
+}
+
 /* G query heads q[G, head_dim] (scaled, fp32) of one KV head over one sequence -> out[G, head_dim]. */
 INLINE void attend(const float *q, const Pool *pool, int64_t head, const int32_t *table, int64_t kv_len, void *out,
                    const int G, const int bf16, const int kv_bf16) {
@@ -353,15 +381,15 @@ INLINE void attend(const float *q, const Pool *pool, int64_t head, const int32_t
     float tops[MAX_GROUP];
     for (int g = 0; g < G; g++) tops[g] = LOWEST;
     memset(acc, 0, sizeof acc);
+    int64_t next_k[2], next_v[2];
+    find_16(pool, head, table, kv_len, 0, next_k, next_v);
     for (int64_t first = 0; first < kv_len; first += LANES) {
         const int64_t n = kv_len - first < LANES ? kv_len - first : LANES;
-        const int64_t next = n > 8 ? first + 8 : first;
-        const int64_t k[2] = {row_of(pool, table[first / size], head, first % size),
-                              row_of(pool, table[next / size], head, next % size)};
-        const int64_t v[2] = {k[0] + size * dim, k[1] + size * dim};
+        const int64_t k[2] = {next_k[0], next_k[1]}, v[2] = {next_v[0], next_v[1]};
+        find_16(pool, head, table, kv_len, first + LANES, next_k, next_v);
         vf scores[MAX_GROUP], weights[MAX_GROUP];
         float keep[MAX_GROUP];
-        score_16(q, pool->layer, k, dim, scores, G, kv_bf16);
+        score_16(q, pool->layer, k, next_k, dim, scores, G, kv_bf16);
         UNROLL for (int g = 0; g < G; g++) {
             /* Selected, not multiplied away: unused slots may hold NaN. */
             vf s = pick(lane < (int32_t)n, scores[g], splat(LOWEST));
@@ -372,7 +400,7 @@ INLINE void attend(const float *q, const Pool *pool, int64_t head, const int32_t
             totals[g] = totals[g] * keep[g] + weights[g];
             tops[g] = new_top;
         }
-        add_values(acc, keep, weights, pool->layer, v, n, dim, G, kv_bf16);
+        add_values(acc, keep, weights, pool->layer, v, next_v, n, dim, G, kv_bf16);
     }
     for (int g = 0; g < G; g++) {
         const float scale = 1.0f / sum(totals[g]);

@@ -142,7 +142,7 @@ class Loader:
                 event = await call.read()
         except TimeoutError:
             raise PeerLost(f"{order.target.worker_id} announced nothing for too long") from None
-        if event is grpc.aio.EOF:
+        if not isinstance(event, pb.RunEvent):  # the end of the stream
             raise PeerLost(f"{order.target.worker_id} ended the handoff early")
         return event
 

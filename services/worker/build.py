@@ -27,7 +27,8 @@ from engine.models.dtype import resolve_dtype
 from engine.models.registry import model_class
 from engine.models.weights import load_weights
 from engine.runner import ModelRunner
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Scheduler
+from engine.step import Limits
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.region import Region
 from kvtransfer.shm_transport import ShmTransport

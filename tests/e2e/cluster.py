@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class Cluster:
         return next(worker for worker in self.workers if worker.name == name)
 
     def wait_ready(self) -> None:
-        """Until each process is ready and the router sees every worker as ready."""
+        """Until the router sees every worker, in its present life, as ready."""
 
         def ready() -> bool:
             for process in self.processes:
@@ -171,7 +172,8 @@ class Cluster:
                 if process.popen.poll() is not None:
                     raise AssertionError(f"{process.name} ended: {process.log.read_text()[-3000:]}")
             listed = self.cluster() if self.router.ready() else []
-            return len(listed) == len(self.workers) and all(w["state"] == "ready" for w in listed)
+            pids = {worker.pid for worker in self.workers}
+            return pids == {w["pid"] for w in listed if w["state"] == "ready"}
 
         wait_until(ready, START_S, lambda: str(self.cluster()))
 
@@ -207,6 +209,22 @@ class Cluster:
             if reply.status_code != 200:
                 raise AssertionError(f"{reply.status_code}: {reply.read().decode()}")
             yield events(reply.iter_lines())
+
+    def post_only(self, prompt: Any, plan: str = "auto", **more: Any) -> HTTPConnection:
+        """Send a completion request and read nothing; closing the connection is a client that leaves."""
+        connection = HTTPConnection("127.0.0.1", self.router.port, timeout=10)
+        headers = {"X-Baton-Plan": plan, "Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(self.body(prompt, **more)), headers)
+        return connection
+
+    def restart(self, name: str, **flags: object) -> Process:
+        """End a worker (if it has not ended) and start it again on its ports, with these flags changed."""
+        worker = self.worker(name)
+        worker.stop()
+        worker.flags |= flags
+        worker.start()
+        self.wait_ready()
+        return worker
 
     def log_text(self) -> str:
         return "".join(process.log.read_text() for process in self.processes)

@@ -17,7 +17,8 @@ from engine.batch import Batch
 from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.messages import Add, Event, Failed
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Scheduler
+from engine.step import Limits
 
 VOCAB = 97
 
@@ -49,19 +50,19 @@ class HashRunner:
         self.fail_at: int | None = None
         self.steps = 0
 
-    def run(self, work: Batch) -> torch.Tensor:
+    def run(self, batch: Batch) -> torch.Tensor:
         self.steps += 1
         if self.fail_at == self.steps:
             raise RuntimeError("planted")
-        self.tokens_computed += work.num_tokens
-        slots, tokens = work.slots.tolist(), work.token_ids.tolist()
-        positions = work.positions.tolist()
+        self.tokens_computed += batch.num_tokens
+        slots, tokens = batch.slots.tolist(), batch.token_ids.tolist()
+        positions = batch.positions.tolist()
         for slot, token, position in zip(slots, tokens, positions, strict=True):
             self.slots[slot] = (token, position)
-        logits = torch.zeros(len(work.logits_rows), VOCAB)
-        for out, row in enumerate(work.logits_rows.tolist()):
-            seq = max(i for i in range(work.num_seqs) if work.q_starts[i] <= row)
-            table, history = work.block_tables[seq].tolist(), []
+        logits = torch.zeros(len(batch.logits_rows), VOCAB)
+        for out, row in enumerate(batch.logits_rows.tolist()):
+            seq = max(i for i in range(batch.num_seqs) if batch.q_starts[i] <= row)
+            table, history = batch.block_tables[seq].tolist(), []
             for position in range(positions[row] + 1):
                 cell = self.slots[table[position // self.size] * self.size + position % self.size]
                 assert cell is not None, "a slot that was never written is attended"
@@ -79,10 +80,17 @@ class HashRunner:
 class Harness:
     """One engine on the hash model, stepped by hand."""
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 8, caching: bool = True, **limits: int) -> None:
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 8, caching: bool = True, **limits: int
+    ) -> None:
         self.clock = FakeClock()
         self.pool = BlockPool(num_blocks, caching=caching)
-        given = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_waiting": 10_000, "min_remote_tokens": 1}
+        given = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "max_waiting": 10_000,
+            "min_remote_tokens": 1,
+        }
         self.scheduler = Scheduler(
             self.pool, Limits(block_size=block_size, **(given | limits)), b"namespace", self.clock
         )
@@ -92,7 +100,9 @@ class Harness:
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **more: object) -> None:
         fields = {k: more.pop(k) for k in ("prefill", "cache_salt", "block_hashes") if k in more}
-        params = SamplingParams(max_tokens=max_tokens, seed=more.pop("seed", 0), **({"temperature": 0.0} | more))  # type: ignore[arg-type]
+        params = SamplingParams(
+            max_tokens=max_tokens, seed=more.pop("seed", 0), **({"temperature": 0.0} | more)
+        )  # type: ignore[arg-type]
         self.engine.handle(Add(Request(request_id, tuple(prompt), params, **fields)))  # type: ignore[arg-type]
 
     def step(self) -> bool:
@@ -109,16 +119,25 @@ class Harness:
 
     def tokens(self, request_id: str, index: int = 0) -> list[int]:
         return [
-            t for e in self.events if isinstance(e, TokenDelta) and (e.request_id, e.index) == (request_id, index) for t in e.token_ids
+            t
+            for e in self.events
+            if isinstance(e, TokenDelta) and (e.request_id, e.index) == (request_id, index)
+            for t in e.token_ids
         ]
 
     def finish(self, request_id: str) -> list[str]:
         return [
-            str(e.finish_reason) for e in self.events if isinstance(e, TokenDelta) and e.request_id == request_id and e.finish_reason
+            str(e.finish_reason)
+            for e in self.events
+            if isinstance(e, TokenDelta) and e.request_id == request_id and e.finish_reason
         ]
 
     def gathered(self, request_id: str):
-        return next(e.gathered for e in self.events if isinstance(e, TokenDelta) and e.request_id == request_id and e.gathered)
+        return next(
+            e.gathered
+            for e in self.events
+            if isinstance(e, TokenDelta) and e.request_id == request_id and e.gathered
+        )
 
     def failure(self, request_id: str) -> Failed | None:
         return next((e for e in self.events if isinstance(e, Failed) and e.request_id == request_id), None)
@@ -127,10 +146,9 @@ class Harness:
         """Free + cached-unreferenced = total; nothing runs, waits, loads or is held."""
         self.pool.check()
         s = self.scheduler
-        assert not (s.running or s.waiting or s.loading or s.held or s.reports)
+        assert (len(s.running), len(s.waiting), len(s.loading), len(s.held), len(s.reports)) == (0, 0, 0, 0, 0)
         assert self.pool.num_free == self.pool.num_blocks
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:
     return [random.Random(seed).randrange(VOCAB) for _ in range(length)]
-

@@ -1,0 +1,98 @@
+"""What sequences do with blocks: find cached ones, reserve, commit, copy on write, give back."""
+
+from __future__ import annotations
+
+from core.blocks import num_blocks_for, num_shareable_blocks
+from engine.block_pool import BlockPool, NoFreeBlocks
+from engine.sequence import Sequence
+
+
+class Pager:
+    """Moves blocks between one pool and its sequences; decides nothing about who runs."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool, self.block_size = pool, block_size
+
+    def lookup(self, seq: Sequence) -> list[int]:
+        """Cached blocks that start this sequence; changes nothing.
+
+        At least one token is left to compute where a token is to be sampled. A request for its
+        prompt's log probabilities reads no cache: it needs every row of logits.
+        """
+        if not self.pool.caching or (seq.request and seq.sampling.prompt_logprobs):
+            return []
+        size, length = self.block_size, len(seq.tokens)
+        usable = length // size if seq.is_prefill_job else num_shareable_blocks(length, size)
+        return self.pool.match(seq.hasher.hashes[:usable], seq.tokens, size)
+
+    def fits(self, seq: Sequence, cached: list[int], spare: int) -> bool:
+        """Whether the sequence can be reserved so that `spare` blocks stay free.
+
+        One token beyond its own counts too, so that it is not admitted only to be preempted at once.
+        """
+        room = num_blocks_for(len(seq.tokens) + (not seq.is_prefill_job), self.block_size) - len(cached)
+        # Cached blocks that nobody holds stop being free when they are acquired.
+        idle = sum(self.pool.refs(block_id) == 0 for block_id in cached)
+        return self.pool.num_free - idle - room >= spare
+
+    def reserve(self, seq: Sequence, cached: list[int]) -> None:
+        """Give the sequence its cached blocks and fresh ones for all of its other tokens."""
+        need = num_blocks_for(len(seq.tokens), self.block_size) - len(cached)
+        self.pool.acquire(cached)
+        seq.block_table = cached + self.pool.allocate(need)
+        seq.num_computed = len(cached) * self.block_size
+        seq.num_committed = len(cached)
+
+    def has_slot(self, seq: Sequence) -> bool:
+        """Whether the next token may be written: its block exists and is this sequence's alone."""
+        at = seq.num_computed // self.block_size
+        return at < len(seq.block_table) and self.pool.refs(seq.block_table[at]) == 1
+
+    def take_slot(self, seq: Sequence) -> tuple[int, int] | None:
+        """Make the next token writable; returns (src, dst) when a shared block has to be copied.
+
+        Raises NoFreeBlocks, having changed nothing.
+        """
+        at = seq.num_computed // self.block_size
+        (fresh,) = self.pool.allocate(1)
+        if at == len(seq.block_table):
+            seq.block_table.append(fresh)
+            return None
+        shared, seq.block_table[at] = seq.block_table[at], fresh
+        self.pool.release([shared])
+        return shared, fresh
+
+    def commit(self, seq: Sequence) -> None:
+        """Enter the blocks that became full into the prefix cache."""
+        size = self.block_size
+        for i in range(seq.num_committed, seq.num_computed // size):
+            tokens = tuple(seq.tokens[i * size : (i + 1) * size])
+            self.pool.commit(seq.block_table[i], seq.hasher.hashes[i], i, tokens)
+            seq.num_committed = i + 1
+
+    def mark_arrived(self, seq: Sequence, count: int) -> None:
+        """The first `count` blocks of the sequence's load hold verified content."""
+        computed = seq.num_cached + count * self.block_size
+        if computed > seq.num_computed:
+            seq.num_computed, seq.num_remote = computed, count * self.block_size
+            self.commit(seq)
+
+    def replace(self, seq: Sequence, unquiet: frozenset[int]) -> bool:
+        """Quarantine blocks that may still be written into and put fresh ones in their place.
+
+        False when there are none: the sequence then holds only its other blocks.
+        """
+        self.pool.quarantine(unquiet)
+        try:
+            fresh = iter(self.pool.allocate(len(unquiet)))
+        except NoFreeBlocks:
+            seq.block_table = [block_id for block_id in seq.block_table if block_id not in unquiet]
+            return False
+        seq.block_table = [next(fresh) if b in unquiet else b for b in seq.block_table]
+        return True
+
+    def give_back(self, seq: Sequence) -> None:
+        """The sequence holds nothing any more. Idempotent."""
+        self.pool.release(seq.block_table)
+        seq.block_table = []
+        seq.num_computed = seq.num_committed = 0
