@@ -31,7 +31,7 @@ VOCABULARY = range(1000, 40_000)
 
 
 async def measure(transport: str, lengths: list[int], repeat: int, dtype: str) -> list[tuple[str, ...]]:
-    settings = Settings(transport=transport, dtype=dtype, log_level="warning", max_num_batched_tokens=256)
+    settings = Settings.model_validate({"transport": transport, "dtype": dtype, "log_level": "warning"})
     rows, rng = [], random.Random(0)
     with ExitStack() as stack:
         prefill, decode = start_workers(stack, ["prefill", "decode"], settings)

@@ -91,7 +91,7 @@ class Session:
         while True:
             async with asyncio.timeout(300):
                 reply = await self._call.read()
-            if reply is grpc.aio.EOF or reply.failures:
+            if not isinstance(reply, pb.SessionReply) or reply.failures:
                 raise RuntimeError(f"the decode worker failed: {reply}")
             for delta in map(codec.delta_from_wire, reply.deltas):
                 at.append(time.perf_counter())

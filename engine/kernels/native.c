@@ -3,7 +3,7 @@
  *
  * Numbers are fp32 or bf16 (flag `bf16`, constant after inlining), sums always fp32. Row lengths are
  * multiples of 32 numbers, head dims at most MAX_HEAD_DIM, block sizes multiples of 8; the caller
- * checks. Vectors are GCC's generic ones, so any instruction set compiles; AVX-512 fits them exactly.
+ * checks. Vectors are GCC's generic ones, of LANES fp32 numbers, so any instruction set compiles.
  */
 #include <stdint.h>
 #include <string.h>
@@ -11,24 +11,26 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16
 #define MAX_HEAD_DIM 256
 #define MAX_GROUP 4          /* query heads of one KV head that share one pass over K and V */
+#define RUNS (LANES / 8)     /* runs of 8 tokens, which never cross a block, in LANES tokens */
 #define LOWEST (-1e30f)      /* a score nobody has; finite, so that differences never are NaN */
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __AVX512F__
-/* Keeps a vector in a register; GCC would read it from memory again at each use (86 against 113 GFLOP/s). */
+#define LANES 16
+/* Keeps a vector in a register; GCC would read it from memory again at each use (82 against 106 GFLOP/s). */
 #define HOLD(v) __asm__("" : "+v"(v))
 #else
+#define LANES 8
 #define HOLD(v)
 #endif
 /* For loops whose bounds are constants, so that what they index lives in registers. */
 #define UNROLL _Pragma("GCC unroll 16")
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
 /* ---- loads, stores, reductions ---- */
 
@@ -67,19 +69,30 @@ INLINE void store_one(void *p, int64_t i, float x, int bf16) {
     }
 }
 
-/* Lane i of the result is the sum over all lanes of v[i]. Destroys v. */
+#define ADD_HALVES(a, b, low, high) (__builtin_shufflevector(a, b, low) + __builtin_shufflevector(a, b, high))
+#define LIST(...) __VA_ARGS__
+
+/* Lane i of the result is the sum over all lanes of v[i]. Destroys v. Each round halves the vectors. */
 INLINE vf sum_each(vf v[LANES]) {
+#if LANES == 16
     UNROLL for (int i = 0; i < 8; i++)
-        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+        v[i] = ADD_HALVES(v[2 * i], v[2 * i + 1], LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+                          LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
     UNROLL for (int i = 0; i < 4; i++)
-        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        v[i] = ADD_HALVES(v[2 * i], v[2 * i + 1], LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                          LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
     UNROLL for (int i = 0; i < 2; i++)
-        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    return __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        v[i] = ADD_HALVES(v[2 * i], v[2 * i + 1], LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                          LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
+    return ADD_HALVES(v[0], v[1], LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                      LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+#else
+    UNROLL for (int i = 0; i < 4; i++)
+        v[i] = ADD_HALVES(v[2 * i], v[2 * i + 1], LIST(0, 8, 2, 10, 4, 12, 6, 14), LIST(1, 9, 3, 11, 5, 13, 7, 15));
+    UNROLL for (int i = 0; i < 2; i++)
+        v[i] = ADD_HALVES(v[2 * i], v[2 * i + 1], LIST(0, 1, 8, 9, 4, 5, 12, 13), LIST(2, 3, 10, 11, 6, 7, 14, 15));
+    return ADD_HALVES(v[0], v[1], LIST(0, 1, 2, 3, 8, 9, 10, 11), LIST(4, 5, 6, 7, 12, 13, 14, 15));
+#endif
 }
 
 INLINE float sum(vf v) {
@@ -118,9 +131,9 @@ INLINE vf exp_each(vf x) {
     return p * (vf)((exponent + 127) << 23);
 }
 
-/* s[i] + x[2i] * y[2i] + x[2i+1] * y[2i+1], where x and y are 32 bf16 numbers in a vf's bits. */
+/* s[i] + x[2i] * y[2i] + x[2i+1] * y[2i+1], where x and y are pairs of bf16 numbers in a vf's bits. */
 INLINE vf dot_pairs(vf s, vf x, vf y) {
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && LANES == 16
     return (vf)_mm512_dpbf16_ps((__m512)s, (__m512bh)x, (__m512bh)y);
 #else
     vu a = (vu)x, b = (vu)y;
@@ -147,6 +160,7 @@ INLINE void linear_tile(const void *x, const void *w, void *y, int64_t n, int64_
         UNROLL for (int i = 0; i < M; i++) {
             vf a;
             memcpy(&a, xp + i * stride, sizeof(vf));
+            HOLD(a);
             UNROLL for (int j = 0; j < N; j++) {
                 vf *s = &sums[i * N + j];
                 *s = bf16 ? dot_pairs(*s, a, b[j]) : *s + a * b[j];
@@ -158,10 +172,13 @@ INLINE void linear_tile(const void *x, const void *w, void *y, int64_t n, int64_
         UNROLL for (int j = 0; j < N; j++) store_one(y, i * n + j, totals[i * N + j], y_bf16);
 }
 
-/* One to four rows of x; three or four only with N <= 4. */
+/* All rows of a tile's sums fill the lanes of one vector: four rows of x by FEW of w, or two by twice as many. */
+#define FEW (LANES / 4)
+
+/* The first four rows of x, or all m; more than two only with N <= FEW. */
 INLINE void linear_few(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, const int N,
                        const int ahead, const int bf16, const int y_bf16) {
-    const int narrow = N < 4 ? N : 4;
+    const int narrow = N < FEW ? N : FEW;
     if (m == 1) linear_tile(x, w, y, n, k, 1, N, ahead, bf16, y_bf16);
     else if (m == 2) linear_tile(x, w, y, n, k, 2, N, ahead, bf16, y_bf16);
     else if (m == 3) linear_tile(x, w, y, n, k, 3, narrow, ahead, bf16, y_bf16);
@@ -173,23 +190,21 @@ INLINE void linear_rows(const void *x, const void *w, void *y, int64_t m, int64_
                         const int bf16, const int y_bf16) {
     linear_few(x, w, y, m, n, k, N, 1, bf16, y_bf16);
     for (int64_t i = 4; i < m; i += 4)
-        linear_few(at(x, i * k, bf16), w, at(y, i * n, y_bf16), m - i, n, k, N < 4 ? N : 4, 0, bf16, y_bf16);
+        linear_few(at(x, i * k, bf16), w, at(y, i * n, y_bf16), m - i, n, k, N < FEW ? N : FEW, 0, bf16, y_bf16);
 }
 
+/* `count` rows of w: FEW, twice as many, or what is left at the end. */
 INLINE void linear_block(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int64_t count,
                          const int bf16, const int y_bf16) {
-    if (count == 8) linear_rows(x, w, y, m, n, k, 8, bf16, y_bf16);
-    else if (count == 4) linear_rows(x, w, y, m, n, k, 4, bf16, y_bf16);
+    if (count == 2 * FEW) linear_rows(x, w, y, m, n, k, 2 * FEW, bf16, y_bf16);
+    else if (count == FEW) linear_rows(x, w, y, m, n, k, FEW, bf16, y_bf16);
     else
         for (int64_t j = 0; j < count; j++)
             linear_rows(x, at(w, j * k, bf16), at(y, j, y_bf16), m, n, k, 1, bf16, y_bf16);
 }
 
-/* Rows of x that stay in the second level cache while all of w goes by. */
-#define ROWS_AT_ONCE 128
-
-static void linear_some(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int bf16, int y_bf16) {
-    const int64_t wide = m <= 2 ? 8 : 4;
+void baton_linear(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int bf16, int y_bf16) {
+    const int64_t wide = m <= 2 ? 2 * FEW : FEW;
 #pragma omp parallel for schedule(static)
     for (int64_t j = 0; j < n; j += wide) {
         const void *rows = at(w, j * k, bf16);
@@ -198,13 +213,6 @@ static void linear_some(const void *x, const void *w, void *y, int64_t m, int64_
         if (!bf16) linear_block(x, rows, out, m, n, k, count, 0, 0);
         else if (y_bf16) linear_block(x, rows, out, m, n, k, count, 1, 1);
         else linear_block(x, rows, out, m, n, k, count, 1, 0);
-    }
-}
-
-void baton_linear(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int bf16, int y_bf16) {
-    for (int64_t i = 0; i < m; i += ROWS_AT_ONCE) {
-        const int64_t count = m - i < ROWS_AT_ONCE ? m - i : ROWS_AT_ONCE;
-        linear_some(at(x, i * k, bf16), w, at(y, i * n, y_bf16), count, n, k, bf16, y_bf16);
     }
 }
 
@@ -308,9 +316,9 @@ void baton_rope_and_store(void *qkv, const float *rope, const int64_t *positions
 
 /* ---- decode attention: one query row a sequence, one pass over its blocks with a running softmax ---- */
 
-/* scores[g] of the 16 tokens at rows k[0] (8 tokens) and k[1] (8 more). `next`: rows wanted soon. A block's
+/* scores[g] of LANES tokens, each 8 in a run of rows that starts at k[i]. `next`: runs wanted soon. A block's
  * layer is a short run somewhere in the pool, so without asking ahead each one starts with a cache miss. */
-INLINE void score_16(const float *q, const void *layer, const int64_t k[2], const int64_t next[2], int64_t dim,
+INLINE void score(const float *q, const void *layer, const int64_t k[RUNS], const int64_t next[RUNS], int64_t dim,
                      vf *scores, const int G, const int kv_bf16) {
     vf dots[MAX_GROUP][LANES];
     UNROLL for (int t = 0; t < LANES; t += 4) {
@@ -333,9 +341,9 @@ INLINE void score_16(const float *q, const void *layer, const int64_t k[2], cons
     UNROLL for (int g = 0; g < G; g++) scores[g] = sum_each(dots[g]);
 }
 
-/* acc[g][:] = acc[g][:] * keep[g] + sum over the first n of 16 tokens of weights[g][t] * V[t][:]. */
+/* acc[g][:] = acc[g][:] * keep[g] + sum over the first n of LANES tokens of weights[g][t] * V[t][:]. */
 INLINE void add_values(vf (*acc)[MAX_HEAD_DIM / LANES], const float *keep, const vf *weights, const void *layer,
-                       const int64_t v[2], const int64_t next[2], int64_t n, int64_t dim, const int G,
+                       const int64_t v[RUNS], const int64_t next[RUNS], int64_t n, int64_t dim, const int G,
                        const int kv_bf16) {
     for (int64_t d = 0; d < dim; d += 2 * LANES) {
         vf low[MAX_GROUP], high[MAX_GROUP];
@@ -347,7 +355,7 @@ INLINE void add_values(vf (*acc)[MAX_HEAD_DIM / LANES], const float *keep, const
             const int64_t at_row = t % 8 * dim + d, row = v[t / 8] + at_row;
             vf a = load(layer, row, kv_bf16), b = load(layer, row + LANES, kv_bf16);
             __builtin_prefetch(at(layer, next[t / 8] + at_row, kv_bf16), 0, 2);
-            if (!kv_bf16) __builtin_prefetch(at(layer, next[t / 8] + at_row + LANES, kv_bf16), 0, 2);
+            __builtin_prefetch(at(layer, next[t / 8] + at_row + LANES, kv_bf16), 0, 2);
             UNROLL for (int g = 0; g < G; g++) {
                 const float weight = ((const float *)&weights[g])[t];
                 low[g] += a * weight;
@@ -361,10 +369,10 @@ INLINE void add_values(vf (*acc)[MAX_HEAD_DIM / LANES], const float *keep, const
     }
 }
 
-/* Rows of K and V of the 8 tokens from `first` and the 8 after them; past the end, of the last tokens. */
-INLINE void find_16(const Pool *pool, int64_t head, const int32_t *table, int64_t kv_len, int64_t first, int64_t k[2],
-                    int64_t v[2]) {
-    for (int i = 0; i < 2; i++, first += 8) {
+/* Where the runs of K and V of the LANES tokens from `first` on start; past the end, some run of the sequence. */
+INLINE void find_tokens(const Pool *pool, int64_t head, const int32_t *table, int64_t kv_len, int64_t first, int64_t k[RUNS],
+                    int64_t v[RUNS]) {
+    for (int i = 0; i < RUNS; i++, first += 8) {
         const int64_t token = first < kv_len ? first : (kv_len - 1) / 8 * 8;
         k[i] = row_of(pool, table[token / pool->block_size], head, token % pool->block_size);
         v[i] = k[i] + pool->block_size * pool->head_dim;
@@ -374,22 +382,25 @@ INLINE void find_16(const Pool *pool, int64_t head, const int32_t *table, int64_
 /* G query heads q[G, head_dim] (scaled, fp32) of one KV head over one sequence -> out[G, head_dim]. */
 INLINE void attend(const float *q, const Pool *pool, int64_t head, const int32_t *table, int64_t kv_len, void *out,
                    const int G, const int bf16, const int kv_bf16) {
-    static const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int64_t dim = pool->head_dim, size = pool->block_size;
+    vi lane;
+    UNROLL for (int i = 0; i < LANES; i++) lane[i] = i;
+    const int64_t dim = pool->head_dim;
     vf acc[MAX_GROUP][MAX_HEAD_DIM / LANES];
     vf totals[MAX_GROUP] = {{0}};
     float tops[MAX_GROUP];
     for (int g = 0; g < G; g++) tops[g] = LOWEST;
     memset(acc, 0, sizeof acc);
-    int64_t next_k[2], next_v[2];
-    find_16(pool, head, table, kv_len, 0, next_k, next_v);
+    int64_t next_k[RUNS], next_v[RUNS];
+    find_tokens(pool, head, table, kv_len, 0, next_k, next_v);
     for (int64_t first = 0; first < kv_len; first += LANES) {
         const int64_t n = kv_len - first < LANES ? kv_len - first : LANES;
-        const int64_t k[2] = {next_k[0], next_k[1]}, v[2] = {next_v[0], next_v[1]};
-        find_16(pool, head, table, kv_len, first + LANES, next_k, next_v);
+        int64_t k[RUNS], v[RUNS];
+        memcpy(k, next_k, sizeof k);
+        memcpy(v, next_v, sizeof v);
+        find_tokens(pool, head, table, kv_len, first + LANES, next_k, next_v);
         vf scores[MAX_GROUP], weights[MAX_GROUP];
         float keep[MAX_GROUP];
-        score_16(q, pool->layer, k, next_k, dim, scores, G, kv_bf16);
+        score(q, pool->layer, k, next_k, dim, scores, G, kv_bf16);
         UNROLL for (int g = 0; g < G; g++) {
             /* Selected, not multiplied away: unused slots may hold NaN. */
             vf s = pick(lane < (int32_t)n, scores[g], splat(LOWEST));

@@ -120,7 +120,7 @@ class Loader:
         renewing: asyncio.Task[None] | None = None
         try:
             while load.arrived < len(order.block_ids):
-                event = await self._next(call, order)
+                event = await self._next(call, order, renewing)
                 if event.HasField("accepted"):
                     load.remote_cached_blocks = event.accepted.cached_blocks
                     lease.renewed(sent_at, event.accepted.lease_s)
@@ -135,14 +135,24 @@ class Loader:
             if renewing:
                 renewing.cancel()
 
-    async def _next(self, call: grpc.aio.UnaryStreamCall, order: LoadOrdered) -> pb.RunEvent:
-        """The next announcement. Silence beyond the bound counts as a lost peer."""
+    async def _next(
+        self, call: grpc.aio.UnaryStreamCall, order: LoadOrdered, renewing: asyncio.Task[None] | None
+    ) -> pb.RunEvent:
+        """The next announcement. A peer that is silent too long or renews no more counts as lost."""
+        reading = asyncio.ensure_future(call.read())
+        awaited = {reading} if renewing is None else {reading, renewing}
         try:
-            async with asyncio.timeout(self._host.settings.source_timeout_s):
-                event = await call.read()
-        except TimeoutError:
-            raise PeerLost(f"{order.target.worker_id} announced nothing for too long") from None
-        if not isinstance(event, pb.RunEvent):  # the end of the stream
+            await asyncio.wait(
+                awaited,
+                timeout=self._host.settings.source_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not reading.done():
+                raise PeerLost(f"{order.target.worker_id} announced nothing for too long")
+            event = reading.result()
+        finally:
+            reading.cancel()
+        if event is grpc.aio.EOF:
             raise PeerLost(f"{order.target.worker_id} ended the handoff early")
         return event
 
@@ -172,13 +182,14 @@ class Loader:
     async def _renew(
         self, stub: prefill_pb2_grpc.PrefillStub, transfer_id: str, epoch: int, lease: LeaseView
     ) -> None:
-        """Keep the lease alive; when that fails, the lease is void from the deadline it had."""
+        """Keep the lease alive; returns when that has failed, with the lease void."""
         while True:
             await asyncio.sleep(max(0.01, lease.renew_due()))
             sent_at = monotonic()
             try:
                 reply = await stub.Renew(
-                    pb.RenewRequest(transfer_id=transfer_id, epoch=epoch), timeout=CONTROL_TIMEOUT_S
+                    pb.RenewRequest(transfer_id=transfer_id, epoch=epoch),
+                    timeout=min(CONTROL_TIMEOUT_S, lease.remaining()),
                 )
             except grpc.aio.AioRpcError as error:
                 lease.revoke(status.from_rpc(error, transfer_id).message)

@@ -1,118 +1,98 @@
-"""The routes. Generation is `endpoint`'s; here are the small ones and how all are put together."""
+"""How the routes are put together.
+
+FastAPI routes and documents. It parses no body and writes no answer: handlers take the bytes and
+return a Response, so that every error is our envelope and events go straight to ASGI.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-import orjson
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from starlette.routing import Router as Routing
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from core.errors import ModelNotFound
-from services.router.cluster import describe
+from services.router import openapi
 from services.router.endpoint import GenerationEndpoint
-from services.router.gate import Gate
-from services.router.parse import check_token_ids, parse, read_body
+from services.router.gate import Gate, refuse
 from services.router.router import Router
 from services.router.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.router.shapes import ChatShape, CompletionShape
+from services.router.small_routes import SmallRoutes
 from services.version import VERSION
 
-METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
-
-def create_app(router: Router) -> Gate:
+def create_app(router: Router) -> FastAPI:
     """The whole application (ASGI) of one router."""
-    small = _SmallRoutes(router)
-    routes = [
-        Route(
-            "/v1/completions", GenerationEndpoint(router, CompletionBody, CompletionShape), methods=["POST"]
-        ),
-        Route("/v1/chat/completions", GenerationEndpoint(router, ChatBody, ChatShape), methods=["POST"]),
-        Route("/v1/models", small.models),
-        Route("/v1/models/{id:path}", small.model),
-        Route("/v1/cluster", small.cluster),
-        Route("/tokenize", small.tokenize, methods=["POST"]),
-        Route("/detokenize", small.detokenize, methods=["POST"]),
-        Route("/health", small.health),
-        Route("/ready", small.ready),
-        Route("/version", small.version),
-        Route("/metrics", small.metrics),
-    ]
-    return Gate(
-        Routing(routes, redirect_slashes=False),
-        router.metrics,
-        router.settings.api_key,
-        [route.path_format for route in routes],
+    app = openapi.DocumentedAPI(
+        title="Baton",
+        version=VERSION,
+        docs_url=None,  # the pages of these two load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: refuse},
+        responses=openapi.ERRORS,
     )
+    _add_generation(app, router)
+    _add_small(app, SmallRoutes(router))
+    app.add_middleware(
+        Gate,
+        metrics=router.metrics,
+        api_key=router.settings.api_key,
+        routes=[route.path_format for route in app.routes if isinstance(route, Route)],
+    )
+    return app
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
+def _add_generation(app: FastAPI, router: Router) -> None:
+    completions = GenerationEndpoint(router, CompletionBody, CompletionShape)
+    chat = GenerationEndpoint(router, ChatBody, ChatShape)
+    for path, body, endpoint in (
+        ("/v1/completions", CompletionBody, completions),
+        ("/v1/chat/completions", ChatBody, chat),
+    ):
+        app.add_api_route(
+            path,
+            _written_by(endpoint),
+            methods=["POST"],
+            name=path.removeprefix("/v1/").replace("/", "_"),
+            description="OpenAI's API, with what `docs/api.md` lists beside it.",
+            responses=openapi.GENERATED,
+            openapi_extra=openapi.generates(body),
+        )
 
 
-class _SmallRoutes:
-    def __init__(self, router: Router) -> None:
-        self._router = router
+def _add_small(app: FastAPI, small: SmallRoutes) -> None:
+    app.add_api_route("/v1/models", small.models)
+    app.add_api_route("/v1/models/{id:path}", small.model)
+    app.add_api_route("/v1/cluster", small.cluster)
+    app.add_api_route(
+        "/tokenize", small.tokenize, methods=["POST"], openapi_extra=openapi.takes(TokenizeBody)
+    )
+    app.add_api_route(
+        "/detokenize", small.detokenize, methods=["POST"], openapi_extra=openapi.takes(DetokenizeBody)
+    )
+    app.add_api_route("/health", small.health)
+    app.add_api_route("/ready", small.ready, responses=openapi.NOT_READY)
+    app.add_api_route("/version", small.version)
+    app.add_api_route("/metrics", small.metrics, response_class=PlainTextResponse)
 
-    async def models(self, _: Request) -> Response:
-        text, _fleet = self._router.serving()
-        return _json({"object": "list", "data": [self._describe_model(text.name)]})
 
-    async def model(self, request: Request) -> Response:
-        text, _fleet = self._router.serving()
-        if request.path_params["id"] != text.name:
-            raise ModelNotFound(
-                f"that model is not served here; this server has `{text.name}`", param="model"
-            )
-        return _json(self._describe_model(text.name))
+class _Written(Response):
+    """An answer that an ASGI application writes."""
 
-    def _describe_model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._router.created,
-            "owned_by": "baton",
-            "max_model_len": self._router.max_model_len(),
-        }
+    def __init__(self, write: ASGIApp) -> None:
+        super().__init__()
+        self._write = write
 
-    async def tokenize(self, request: Request) -> Response:
-        text, _fleet = self._router.serving()
-        body = parse(await self._body(request), TokenizeBody)
-        self._router.check_model(body.model)
-        tokens = await text.tokenize(body)
-        return _json({"count": len(tokens), "max_model_len": self._router.max_model_len(), "tokens": tokens})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._write(scope, receive, send)
 
-    async def detokenize(self, request: Request) -> Response:
-        text, _fleet = self._router.serving()
-        body = parse(await self._body(request), DetokenizeBody)
-        self._router.check_model(body.model)
-        check_token_ids(body.tokens, text.vocab_size, "tokens")
-        return _json({"prompt": text.tokenizer.decode(body.tokens, skip_special=False)})
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request.receive, self._router.settings.max_body_bytes)
+def _written_by(write: ASGIApp) -> Callable[[], Awaitable[Response]]:
+    async def handler() -> Response:
+        return _Written(write)
 
-    async def health(self, _: Request) -> Response:
-        return _json({"status": "alive"})
-
-    async def ready(self, _: Request) -> Response:
-        ready, problems = self._router.readiness()
-        fleet = self._router.fleet
-        workers = [
-            {"id": member.worker_id, "role": member.role, "state": state.value}
-            for member, state, _reason in (fleet.workers() if fleet else ())
-        ]
-        return _json({"ready": ready, "problems": problems, "workers": workers}, 200 if ready else 503)
-
-    async def version(self, _: Request) -> Response:
-        return _json({"version": VERSION})
-
-    async def metrics(self, _: Request) -> Response:
-        return Response(self._router.metrics.exposition(), headers={"content-type": METRICS_TYPE})
-
-    async def cluster(self, _: Request) -> Response:
-        text, fleet = self._router.serving()
-        return _json({"model": text.name, "workers": [describe(*worker) for worker in fleet.workers()]})
+    return handler

@@ -8,6 +8,7 @@ but wait for it, and its tokens stop being made within a turn of the loop.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import MutableMapping
 from typing import Any, Generic
 
 from core.errors import BatonError, InvalidParameter, Unavailable
@@ -35,7 +36,7 @@ class GenerationEndpoint(Generic[B]):
         self._body = body
         self._shape = shape
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         router = self._router
         text, _ = router.serving()
         with router.admit():
@@ -123,7 +124,7 @@ async def _watch_client(receive: Receive, inbox: Inbox) -> None:
     inbox.fail(ClientGone(), at_once=True)
 
 
-def _forced_plan(scope: dict[str, Any]) -> Forced:
+def _forced_plan(scope: MutableMapping[str, Any]) -> Forced:
     values = [value for name, value in scope["headers"] if name == b"x-baton-plan"]
     try:
         return Forced(values[0].decode("latin-1").strip().lower()) if values else Forced.AUTO

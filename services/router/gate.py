@@ -1,16 +1,20 @@
-"""What stands before every route: the key, the request id, the count of answers, the error envelope."""
+"""What stands before every route: the key, the request id, the count of answers, the error envelope.
+
+FastAPI's own refusals are translated by `refuse`; every error leaves through `send_error`.
+"""
 
 from __future__ import annotations
 
 import math
 import traceback
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from secrets import compare_digest
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from core import log
 from core.errors import BatonError, NotFound, Overloaded, RequestError, Unauthorized
@@ -30,6 +34,13 @@ logger = log.get("router.gate")
 class MethodNotAllowed(RequestError):
     http_status = 405
     code = "method_not_allowed"
+
+
+async def refuse(request: Request, error: Exception) -> NoReturn:
+    """FastAPI's handler of its own errors: no such route, or not with this method."""
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        raise MethodNotAllowed("this route does not take that method")
+    raise NotFound("there is no such route here; the API begins at /v1/models")
 
 
 async def send_error(send: Send, error: BatonError) -> None:
@@ -63,14 +74,15 @@ class Gate:
         self._routes = frozenset(routes)
         self._prefixes = {route.partition("{")[0]: route for route in self._routes if "{" in route}
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server, which has the original, sends no body
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
         scope["baton_request_id"] = request_id
-        scope["app"] = self._app  # makes Starlette's routing raise its refusals instead of answering
         status = CLIENT_GONE_STATUS
 
         async def send_marked(message: Any) -> None:
@@ -85,8 +97,6 @@ class Gate:
             await self._app(scope, receive, send_marked)
         except BatonError as error:
             await send_error(send_marked, error)
-        except HTTPException as error:
-            await send_error(send_marked, _refusal(error))
         except Exception as error:
             bug = reported(error)
             if status == CLIENT_GONE_STATUS:
@@ -105,13 +115,6 @@ class Gate:
         if path in self._routes:
             return path
         return next((r for prefix, r in self._prefixes.items() if path.startswith(prefix)), "other")
-
-
-def _refusal(error: HTTPException) -> BatonError:
-    """Starlette's own: no such route, or not with this method."""
-    if error.status_code == 405:
-        return MethodNotAllowed("this route does not take that method")
-    return NotFound("there is no such route here; the API begins at /v1/models")
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

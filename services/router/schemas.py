@@ -23,6 +23,21 @@ MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 512
 INT64 = 2**63
 
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Many = Field(min_length=1, max_length=MAX_PROMPTS)
+
+# What a client may send where it differs from what a field holds; for the OpenAPI document.
+PromptForms = (
+    str
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[str], Many]
+    | Annotated[list[list[int]], Many]
+)
+StopForms = Stop | Stops
+BiasForms = Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)]
+
 
 def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
@@ -91,15 +106,11 @@ class GenerationBody(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     logit_bias: Annotated[
-        dict[int, Annotated[float, Field(ge=-100, le=100)]],
+        dict[int, Bias],
         Field(max_length=MAX_LOGIT_BIAS),
-        BeforeValidator(_token_id_keys),
+        BeforeValidator(_token_id_keys, json_schema_input_type=BiasForms),
     ] = {}
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-        Field(max_length=MAX_STOPS),
-        BeforeValidator(_one_or_many),
-    ] = []
+    stop: Annotated[Stops, BeforeValidator(_one_or_many, json_schema_input_type=StopForms)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: bool = False
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] = ""
@@ -143,7 +154,11 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[list[str] | list[list[int]], Field(max_length=MAX_PROMPTS), BeforeValidator(_prompts)]
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        Field(max_length=MAX_PROMPTS),
+        BeforeValidator(_prompts, json_schema_input_type=PromptForms),
+    ]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

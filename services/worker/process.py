@@ -12,7 +12,7 @@ from typing import Protocol
 import grpc
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
+from grpc_health.v1._async import HealthServicer
 
 from core import faults, log
 from core.errors import ConfigError
@@ -67,7 +67,7 @@ async def _main(settings: Settings, attach: Sequence[Attach], cores: list[int], 
     services = [make(host, server) for make in attach]
     watch = WatchService(host)
     worker_pb2_grpc.add_WorkerServicer_to_server(watch, server)
-    checks = health.HealthServicer()
+    checks = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     host.address = await _listen(server, settings)
     built.loop.start(watch.changed)

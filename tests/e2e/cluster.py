@@ -39,6 +39,9 @@ class Process:
     popen: subprocess.Popen[bytes] | None = None
     log: Path = field(default_factory=lambda: Path(tempfile.mkstemp(suffix=".log")[1]))
 
+    def __post_init__(self) -> None:
+        self.first_flags = self.flags
+
     def start(self) -> None:
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in self.flags.items()]
         with self.log.open("ab") as log:
@@ -52,6 +55,10 @@ class Process:
         assert self.popen
         return self.popen.pid
 
+    @property
+    def alive(self) -> bool:
+        return self.popen is not None and self.popen.poll() is None
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.popen
         self.popen.send_signal(number)
@@ -60,7 +67,7 @@ class Process:
 
     def ask_to_stop(self) -> None:
         """SIGTERM, also to one that a test left stopped."""
-        if self.popen and self.popen.poll() is None:
+        if self.popen and self.alive:
             self.popen.send_signal(signal.SIGCONT)
             self.popen.terminate()
 
@@ -218,13 +225,20 @@ class Cluster:
         return connection
 
     def restart(self, name: str, **flags: object) -> Process:
-        """End a worker (if it has not ended) and start it again on its ports, with these flags changed."""
+        """End a worker, start it again on its ports with its first flags and these on top."""
         worker = self.worker(name)
         worker.stop()
-        worker.flags |= flags
+        worker.flags = worker.first_flags | flags
         worker.start()
         self.wait_ready()
         return worker
+
+    def ensure(self, name: str, **flags: object) -> Process:
+        """The worker with its first flags and these on top; restarted only if it is not that now."""
+        worker = self.worker(name)
+        if worker.alive and worker.flags == worker.first_flags | flags:
+            return worker
+        return self.restart(name, **flags)
 
     def log_text(self) -> str:
         return "".join(process.log.read_text() for process in self.processes)

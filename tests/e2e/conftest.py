@@ -9,7 +9,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
-    """However a test went, its workers hold nothing afterwards: no block, no place, no lease."""
+    """However a test went, its living workers hold nothing afterwards: no block, no place, no lease."""
     yield
     if "cluster" in request.fixturenames:
-        request.getfixturevalue("cluster").wait_idle()
+        cluster = request.getfixturevalue("cluster")
+        cluster.wait_idle(only=[worker.name for worker in cluster.workers if worker.alive])

@@ -17,20 +17,23 @@ FAILURES = "baton_kv_transfer_failures_total"
 REMOTE = "baton_prompt_tokens_by_source_total"
 
 
+LEASE_S = 2.0
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(transport="shm", max_num_batched_tokens=64) as cluster:
+    with Cluster(transport="shm", max_num_batched_tokens=64, lease_s=LEASE_S) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def d(cluster: Cluster) -> Process:
-    return cluster.worker("decode-0")
+def p(cluster: Cluster) -> Process:
+    return cluster.ensure("prefill-0")
 
 
 @pytest.fixture
-def p(cluster: Cluster) -> Process:
-    return cluster.worker("prefill-0")
+def d(cluster: Cluster, p: Process) -> Process:
+    return cluster.ensure("decode-0")
 
 
 @pytest.fixture
@@ -105,7 +108,6 @@ class TestThePrefillWorkerDies:
         assert is_gold(reply, "story-65", 4)
         assert d.metric(REMOTE, source="prefill_worker") == remote + 64
 
-    @pytest.mark.slow
     def test_stops_without_dying(
         self, cluster: Cluster, d: Process, p: Process, background: ThreadPoolExecutor
     ):
@@ -114,7 +116,7 @@ class TestThePrefillWorkerDies:
         reply = handoff(cluster, background, "story-500", max_tokens=8)
         p.kill(signal.SIGSTOP)
         try:
-            assert is_gold(reply.result(25), "story-500", 8)
+            assert is_gold(reply.result(10 + LEASE_S), "story-500", 8)
             cluster.wait_idle(only=["decode-0"])
         finally:
             p.kill(signal.SIGCONT)
@@ -123,11 +125,9 @@ class TestThePrefillWorkerDies:
 class TestTheDecodeWorkerDies:
     """A6 and C1, the other way round."""
 
-    def test_during_the_handoff(
-        self, cluster: Cluster, d: Process, background: ThreadPoolExecutor
-    ):
+    def test_during_the_handoff(self, cluster: Cluster, d: Process, background: ThreadPoolExecutor):
         """1. P makes a long prompt's blocks.  2. D is killed.  3. Nothing was sent yet: the client gets
-        a status within 2 s.  4. P is free within 2 s."""
+        a real status, within 2 s.  4. P is free within 2 s."""
         reply = handoff(cluster, background, "story-1000", stream=True)
         d.kill()
         died = time.monotonic()
@@ -135,7 +135,6 @@ class TestTheDecodeWorkerDies:
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "worker_lost"
         cluster.wait_idle(died + 2 - time.monotonic(), only=["prefill-0"])
-        cluster.restart("decode-0")
 
     def test_in_mid_stream(self, cluster: Cluster, d: Process):
         """1. Two streams run, one read by hand, one by the official client.  2. D is killed.  3. Within
@@ -156,76 +155,73 @@ class TestTheDecodeWorkerDies:
             with pytest.raises(openai.APIError):
                 list(official)
             assert time.monotonic() - died < 2
-        cluster.restart("decode-0")
 
 
 class TestAStepFails:
     """A6. The requests of a broken step fail, each in its way; the engine goes on."""
 
-    def test_the_first(self, cluster: Cluster):
+    def test_the_first(self, cluster: Cluster, p: Process):
         cluster.restart("decode-0", faults="engine.step@1=raise")
         reply = cluster.complete(prompt("story-33"), plan="local", stream=True)
         assert reply.status_code == 500
         assert reply.json()["error"]["code"] == "engine_fault"
         assert is_gold(cluster.complete(prompt("story-33"), plan="local", max_tokens=8), "story-33", 8)
 
-    def test_a_later_one(self, cluster: Cluster):
+    def test_a_later_one(self, cluster: Cluster, p: Process):
         cluster.restart("decode-0", faults="engine.step@4=raise")
-        try:
-            with cluster.stream(prompt("story-33"), plan="local") as events:
-                seen = list(events)
-            *pieces, last = seen
-            assert last["error"]["code"] == "engine_fault"
-            ids = [i for piece in pieces for i in piece["choices"][0]["token_ids"]]
-            assert ids == GOLD["story-33"]["output_ids"][: len(ids)]
-            assert all(piece["choices"][0]["finish_reason"] is None for piece in pieces)
-            assert is_gold(cluster.complete(prompt("story-33"), plan="local", max_tokens=8), "story-33", 8)
-        finally:
-            cluster.restart("decode-0", faults="")
+        with cluster.stream(prompt("story-33"), plan="local") as events:
+            *pieces, last = events
+        assert last["error"]["code"] == "engine_fault"
+        ids = [i for piece in pieces for i in piece["choices"][0].get("token_ids", [])]
+        assert ids
+        assert ids == GOLD["story-33"]["output_ids"][: len(ids)]
+        assert all(piece["choices"][0]["finish_reason"] is None for piece in pieces)
+        assert is_gold(cluster.complete(prompt("story-33"), plan="local", max_tokens=8), "story-33", 8)
 
     def test_on_the_prefill_worker(self, cluster: Cluster, d: Process):
         """A broken source is a miss: D computes what did not come."""
         cluster.restart("prefill-0", faults="engine.step@2=raise")
-        try:
-            reply = cluster.complete(prompt("story-255"), plan="disaggregated", max_tokens=8)
-            assert is_gold(reply, "story-255", 8)
-            assert d.metric(FAILURES) == 1
-        finally:
-            cluster.restart("prefill-0", faults="")
+        failures = d.metric(FAILURES)
+        reply = cluster.complete(
+            prompt("story-255"), plan="disaggregated", cache_salt=fresh_salt(), max_tokens=8
+        )
+        assert is_gold(reply, "story-255", 8)
+        assert d.metric(FAILURES) == failures + 1
 
 
 class TestTheLease:
     """C3. A block is trusted only if it was still ours when the read was over."""
 
-    @pytest.fixture(scope="class", autouse=True)
-    def slow_reads(self, cluster: Cluster) -> Iterator[None]:
-        """Leases of half a second; the first read takes three times as long."""
-        cluster.restart("prefill-0", lease_s=0.5)
-        yield
-        cluster.restart("prefill-0", lease_s=20.0)
-        cluster.restart("decode-0", faults="")
+    @pytest.fixture
+    def d(self, cluster: Cluster, p: Process) -> Process:
+        """Its reads take longer than a lease."""
+        return cluster.ensure("decode-0", faults=f"transfer.read=delay:{LEASE_S + 0.5}")
 
-    def test_is_renewed_during_a_slow_read(self, cluster: Cluster):
-        d = cluster.restart("decode-0", faults="transfer.read@1=delay:1.5")
-        reply = cluster.complete(prompt("story-65"), plan="disaggregated", max_tokens=8)
+    def test_is_renewed_during_a_slow_read(self, cluster: Cluster, d: Process):
+        reply = cluster.complete(
+            prompt("story-65"), plan="disaggregated", cache_salt=fresh_salt(), max_tokens=8
+        )
         assert is_gold(reply, "story-65", 8)
         assert d.metric(FAILURES) == 0
         assert d.metric(REMOTE, source="prefill_worker") == 64
 
     def test_lost_during_a_read_is_a_failed_read(
-        self, cluster: Cluster, p: Process, background: ThreadPoolExecutor
+        self, cluster: Cluster, d: Process, p: Process, background: ThreadPoolExecutor
     ):
         """1. D reads slowly.  2. D is stopped for longer than the lease: P gives the blocks to others.
         3. D wakes up, and its read succeeds.  4. It is not believed; the answer is GOLD."""
-        d = cluster.restart("decode-0", faults="transfer.read@1=delay:1.5")
+        remote = d.metric(REMOTE, source="prefill_worker")
+        expired = p.metric("baton_kv_leases_expired_total")
         reply = background.submit(
             cluster.complete, prompt("story-65"), plan="disaggregated", cache_salt=fresh_salt(), max_tokens=8
         )
         wait_until(lambda: p.stats()["held"] == 1, 10)
         d.kill(signal.SIGSTOP)
-        cluster.wait_idle(only=["prefill-0"])
-        d.kill(signal.SIGCONT)
+        try:
+            cluster.wait_idle(LEASE_S + 2, only=["prefill-0"])
+        finally:
+            d.kill(signal.SIGCONT)
         assert is_gold(reply.result(), "story-65", 8)
         assert d.metric(FAILURES, reason="lease_lost") == 1
-        assert d.metric(REMOTE, source="prefill_worker") == 0
-        assert p.metric("baton_kv_leases_expired_total") == 1
+        assert d.metric(REMOTE, source="prefill_worker") == remote
+        assert p.metric("baton_kv_leases_expired_total") == expired + 1

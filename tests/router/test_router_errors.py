@@ -112,8 +112,13 @@ async def test_unknown_model_route_and_method(small):
         assert (gone.status_code, set(gone.json())) == (404, {"error"})
     wrong = await small.http.get("/v1/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
-    missing = await small.http.post("/v1/completions", json=TEXT)
-    assert missing.json()["error"]["param"] == "model"
+
+
+async def test_without_a_model_the_served_one_answers(small):
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        for extra in ({}, {"model": None}):
+            answer = await small.http.post(path, json={**body, **extra})
+            assert (answer.status_code, answer.json()["model"]) == (200, small.model)
 
 
 async def test_null_means_absent_and_idle_values_pass(small):

@@ -1,0 +1,129 @@
+"""KV geometry, fingerprints, settings, fault points, error envelopes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from core import faults
+from core.errors import ConfigError, ContextLengthExceeded, IncompatiblePeer
+from core.kv import Fingerprint, KVLayout
+from core.settings import Settings, load, parse_nbytes
+
+FINGERPRINT = Fingerprint("m", "t", 30, 3, 64, 16, "fp32", "default/100000", 8192)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "dim", "dtype", "expected"),
+    [
+        (30, 3, 64, "fp32", 46_080),
+        (30, 3, 64, "bf16", 23_040),
+        (32, 8, 128, "bf16", 128 * 1024),
+        (32, 32, 128, "fp16", 512 * 1024),
+    ],
+)
+def test_bytes_per_token_are_the_formula(
+    layers: int, heads: int, dim: int, dtype: str, expected: int
+) -> None:
+    layout = KVLayout(layers, heads, dim, 16, dtype)
+    assert layout.bytes_per_token == expected
+    assert layout.block_nbytes == 16 * expected
+    assert layout.num_blocks_in(10 * layout.block_nbytes + 1) == 10
+
+
+def test_unknown_geometry_is_refused() -> None:
+    with pytest.raises(ConfigError, match="8, 16, 32, 64"):
+        KVLayout(1, 1, 64, 12, "fp32")
+    with pytest.raises(ConfigError, match="bf16"):
+        KVLayout(1, 1, 64, 16, "fp12")
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Fingerprint)])
+def test_every_field_separates_a_pair_and_is_named(field: str) -> None:
+    value = getattr(FINGERPRINT, field)
+    other = replace(FINGERPRINT, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    difference = FINGERPRINT.difference(other)
+    assert difference is not None
+    assert difference[0] == field
+    assert field in IncompatiblePeer(*difference).message
+
+
+@pytest.mark.parametrize(
+    "field", ["model_digest", "tokenizer_digest", "kv_dtype", "block_size", "layout_version"]
+)
+def test_namespace_covers_what_decides_the_bytes(field: str) -> None:
+    value = getattr(FINGERPRINT, field)
+    other = replace(FINGERPRINT, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    assert other.namespace != FINGERPRINT.namespace
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("2GiB", 2**31), ("500 MB", 500_000_000), ("1.5k", 1500), ("1_048_576", 2**20), ("7", 7)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+def test_levels_of_settings_and_their_origins(tmp_path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('dtype = "bf16"\nblock-size = 32\nport = 1\n')
+    settings, origins = load({"port": "3"}, {"BATON_PORT": "2", "BATON_MAX_NUM_SEQS": "9"}, str(file))
+    assert (settings.dtype, settings.block_size, settings.max_num_seqs, settings.port) == ("bf16", 32, 9, 3)
+    assert origins["dtype"].source == f"file {file}"
+    assert origins["max_num_seqs"].source == "environment BATON_MAX_NUM_SEQS"
+    assert origins["port"].source == "flag --port"
+    assert origins["decode"].source == "default"
+
+
+@pytest.mark.parametrize(
+    ("environ", "toml", "says"),
+    [
+        ({"BATON_BLOCKSIZE": "16"}, "", "did you mean block_size"),
+        ({}, "blok_size = 16", "did you mean block_size"),
+        ({}, "dtype = 3", "dtype"),
+        ({"BATON_PORT": "many"}, "", "environment BATON_PORT"),
+        ({}, "dtype = ", "not valid TOML"),
+    ],
+)
+def test_a_bad_setting_is_one_sentence(tmp_path, environ: dict[str, str], toml: str, says: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError, match=says):
+        load({}, environ, str(file))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load({}, {}, str(tmp_path / "absent.toml"))
+
+
+def test_every_setting_is_described() -> None:
+    assert all(field.description for field in Settings.model_fields.values())
+
+
+def test_fault_points_hit_when_told_to() -> None:
+    try:
+        faults.configure("engine.step@2=raise, transfer.read=delay:0.5")
+        assert faults.due("engine.step") == 0.0
+        with pytest.raises(faults.InjectedFault):
+            faults.due("engine.step")
+        assert faults.due("engine.step") == 0.0
+        assert faults.due("transfer.read") == faults.due("transfer.read") == 0.5
+        for bad in ("nothing=raise", "engine.step=explode", "engine.step@x=raise"):
+            with pytest.raises(ConfigError):
+                faults.configure(bad)
+    finally:
+        faults.configure("")
+    assert faults.due("engine.step") == 0.0
+
+
+def test_envelope() -> None:
+    error = ContextLengthExceeded("too long", param="prompt")
+    assert error.http_status == 400
+    assert error.envelope() == {
+        "error": {
+            "message": "too long",
+            "type": "invalid_request_error",
+            "param": "prompt",
+            "code": "context_length_exceeded",
+        }
+    }
