@@ -34,9 +34,7 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
-            raise ConfigError(
-                f"block_size {self.block_size} is not supported; choose one of {BLOCK_SIZES}"
-            )
+            raise ConfigError(f"block_size {self.block_size} is not supported; choose one of {BLOCK_SIZES}")
         if self.kv_dtype not in DTYPE_NBYTES:
             raise ConfigError(
                 f"KV dtype {self.kv_dtype!r} is not known; choose one of {sorted(DTYPE_NBYTES)}"

@@ -67,23 +67,15 @@ class Settings(BaseModel):
     worker_id: str = Field("", description="stable name of a worker; empty = role and port")
     listen: str = Field("127.0.0.1:0", description="host:port of a worker's gRPC server; port 0 = any")
     advertise: str = Field("", description="host:port others reach it at; empty = the listening one")
-    probe_port: int = Field(
-        0, ge=0, le=65535, description="HTTP port of /health /ready /metrics; 0 = any"
-    )
-    cpu_threads: int | None = Field(
-        None, ge=1, description="compute threads; default: cores of the affinity"
-    )
+    probe_port: int = Field(0, ge=0, le=65535, description="HTTP port of /health /ready /metrics; 0 = any")
+    cpu_threads: int | None = Field(None, ge=1, description="compute threads; default: cores of the affinity")
     cpu_affinity: str = Field("", description="cores such as 0,2-3; empty = all this process may use")
 
     # handoff
     transport: Literal["auto", "shm", "nixl"] = Field("auto", description="how KV bytes move")
-    lease_s: float = Field(
-        20.0, gt=0, description="how long prefilled blocks wait without a sign of life"
-    )
+    lease_s: float = Field(20.0, gt=0, description="how long prefilled blocks wait without a sign of life")
     source_timeout_s: float = Field(60.0, gt=0, description="longest silence of a prefill worker")
-    min_remote_tokens: int = Field(
-        64, ge=0, description="fewer tokens than this are always computed here"
-    )
+    min_remote_tokens: int = Field(64, ge=0, description="fewer tokens than this are always computed here")
 
     # router and launcher
     host: str = Field("127.0.0.1", description="address the router listens on")
@@ -95,20 +87,14 @@ class Settings(BaseModel):
     start_timeout_s: float = Field(300.0, gt=0, description="longest start-up of one process")
     api_key: str = Field("", description="key that clients must send; empty = none")
     max_body_bytes: NBytes = Field(8 * 2**20, ge=1, description="largest request body")
-    max_concurrent_requests: int = Field(
-        1024, ge=1, description="requests in the router before it says busy"
-    )
+    max_concurrent_requests: int = Field(1024, ge=1, description="requests in the router before it says busy")
     request_timeout_s: float = Field(600.0, gt=0, description="longest time a request may take")
     step_timeout_s: float = Field(30.0, gt=0, description="a worker silent for longer is not ready")
     special_tokens_in_chat: bool = Field(
         False, description="let control tokens written in chat messages act as control tokens"
     )
-    drain_timeout_s: float = Field(
-        30.0, ge=0, description="how long running requests may finish at exit"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least level logged"
-    )
+    drain_timeout_s: float = Field(30.0, ge=0, description="how long running requests may finish at exit")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto = console on a terminal")
     faults: str = Field("", description="fault points for tests: name[@count]=raise|delay:SECONDS")
 
@@ -153,7 +139,7 @@ def load(
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise ConfigError(
-            f"{sources.get(name, name)}: {first['msg']} (got {first['input']!r})"
+            f"setting {name}, from {sources.get(name, 'default')}: {first['msg']} (got {first['input']!r})"
         ) from None
     return settings, {
         name: Origin(value=getattr(settings, name), source=sources.get(name, "default"))
@@ -168,9 +154,7 @@ def _known(name: str, where: str) -> None:
     if name in Settings.model_fields:
         return
     near = difflib.get_close_matches(name, Settings.model_fields, n=1)
-    hint = (
-        f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(Settings.model_fields))}"
-    )
+    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(Settings.model_fields))}"
     raise ConfigError(f"{where} is not a setting{hint}")
 
 

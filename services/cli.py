@@ -13,6 +13,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from prometheus_client import disable_created_metrics
+
 from core import log
 from core.errors import ConfigError
 from core.settings import Origin, Settings, load
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings, origins = load(arguments, os.environ, config)
         log.configure(settings.log_level, settings.log_format, process=command)
+        disable_created_metrics()  # a series beside each counter and histogram that nobody reads
         return _run(command, settings, origins)
     except ConfigError as error:
         print(f"baton: {error.message}", file=sys.stderr)

@@ -8,13 +8,14 @@ MAX_MESSAGE_NBYTES = 32 * 2**20
 """A prompt of a million tokens is about 5 MB on the wire; blocks never travel in messages."""
 
 KEEPALIVE_S = 5.0
-"""A host that vanished without a word is noticed within about twice this."""
+"""A peer that vanished or froze without a word is noticed within about twice this."""
 
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_S * 1000)),  # by itself it would wait a minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
@@ -35,6 +36,4 @@ def connect(address: str) -> grpc.aio.Channel:
 
 
 def server() -> grpc.aio.Server:
-    return grpc.aio.server(
-        options=[*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
-    )
+    return grpc.aio.server(options=[*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)])

@@ -15,9 +15,7 @@ from engine.kernels.torch_kernels import TorchKernels
 _log = log.get("kernels")
 
 
-def select_kernels(
-    config: ModelConfig, layout: KVLayout, cache_dir: str | os.PathLike[str]
-) -> Kernels:
+def select_kernels(config: ModelConfig, layout: KVLayout, cache_dir: str | os.PathLike[str]) -> Kernels:
     """The native set where it can be built and fits the model, else plain torch; says which, and why."""
     reason = unsupported(config, layout)
     if not reason:

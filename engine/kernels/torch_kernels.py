@@ -70,9 +70,7 @@ class TorchKernels:
         cache.keys(layer)[blocks, :, offsets] = heads[:, -2 * num_kv : -num_kv].to(dtype)
         cache.values(layer)[blocks, :, offsets] = heads[:, -num_kv:].to(dtype)
 
-    def attention(
-        self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: list[Span]
-    ) -> torch.Tensor:
+    def attention(self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: list[Span]) -> torch.Tensor:
         heads = _split_heads(qkv, cache)
         num_heads = heads.shape[1] - 2 * cache.layout.num_kv_heads
         out = qkv.new_empty(qkv.shape[0], num_heads, cache.layout.head_dim)

@@ -64,12 +64,6 @@ class Llama:
             found += _layer_parameters(config, i)
         return found
 
-    @staticmethod
-    def ignores(name: str, config: ModelConfig) -> bool:
-        """Whether a checkpoint tensor is redundant: a tied head's copy, or buffers we compute."""
-        tied_head = config.tie_word_embeddings and name == "lm_head.weight"
-        return tied_head or name.endswith("rotary_emb.inv_freq")
-
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """fp32 logits [R, vocab] of `batch.logits_rows`; writes K and V of every row into `cache`."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
@@ -108,7 +102,7 @@ def _layer_parameters(config: ModelConfig, i: int) -> list[Parameter]:
 
     def fused(name: str, module: str, **rows: int) -> Parameter:
         sources = tuple(f"{theirs}{module}.{part}.weight" for part in rows)
-        return Parameter(ours + name, sources, tuple((n, hidden) for n in rows.values()))
+        return Parameter(ours + name, (sum(rows.values()), hidden), sources, tuple(rows.values()))
 
     return [
         Parameter.single(ours + "input_norm", theirs + "input_layernorm.weight", hidden),

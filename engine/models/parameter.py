@@ -9,18 +9,15 @@ from dataclasses import dataclass
 class Parameter:
     """One tensor of a model: the checkpoint tensors `sources`, stacked along dim 0 in this order.
 
-    `source_shapes` are those the checkpoint must have; they agree in all but dim 0.
+    `source_rows` are their sizes in dim 0, which add up to `shape[0]`.
     """
 
     name: str
+    shape: tuple[int, ...]
     sources: tuple[str, ...]
-    source_shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (sum(shape[0] for shape in self.source_shapes), *self.source_shapes[0][1:])
+    source_rows: tuple[int, ...]
 
     @classmethod
     def single(cls, name: str, source: str, *shape: int) -> Parameter:
         """A tensor that is stored as the checkpoint has it."""
-        return cls(name, (source,), (shape,))
+        return cls(name, shape, (source,), shape[:1])

@@ -1,8 +1,8 @@
 """A model's tensors: converted once per dtype into one file, then mapped by every worker of a host.
 
-    checkpoint tensors --convert (one process, under a lock)--> <digest>-<dtype>-v<format>.safetensors
-                                                                    | mapped, pages shared
-                                                       worker   worker   worker
+checkpoint tensors --convert (one process, under a lock)--> <digest>-<dtype>-v<format>.safetensors
+                                                                | mapped, pages shared
+                                                   worker   worker   worker
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
-from checkpoint.config import ModelConfig
+from checkpoint.checkpoint import Checkpoint, RawTensor
 from core import log
 from core.errors import ConfigError
 from engine.models.dtype import TORCH_DTYPES
@@ -39,27 +38,6 @@ Progress = Callable[[float], None]
 _log = log.get("weights")
 
 
-class RawTensor(Protocol):
-    """One tensor of a checkpoint; see `checkpoint`. `data` is row-major, little-endian."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def data(self) -> object: ...
-
-
-class Checkpoint(Protocol):
-    """What is needed of `checkpoint.open.Checkpoint`."""
-
-    config: ModelConfig
-
-    def weights_digest(self) -> str: ...
-
-    def tensors(self) -> Iterator[RawTensor]: ...
-
-
 def load_weights(
     checkpoint: Checkpoint,
     dtype: str,
@@ -71,8 +49,7 @@ def load_weights(
 
     The first call for a model and dtype writes the file below `cache_dir`; a damaged one is written
     anew. Waits at most `wait_s` seconds for another process that is converting. Raises ConfigError
-    when the checkpoint lacks, repeats or does not fit a tensor, when the disk is full, or when the
-    wait is over.
+    when the checkpoint is not what the model needs, the disk is full, or the wait is over.
     """
     model = model_class(checkpoint.config.architecture)
     folder = Path(cache_dir).expanduser()
@@ -84,23 +61,40 @@ def load_weights(
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder / f"{stem}.lock", progress, wait_s):
                 if not file.is_intact():
-                    tensors = _wanted(checkpoint, parameters, model.ignores)
-                    _convert(file, tensors, progress)
+                    _convert(checkpoint, file, _places(parameters), progress)
         except OSError as error:
             raise _unwritable(folder, file.nbytes, error) from error
     progress(1.0)
     return _map(file.path)
 
 
-def _convert(file: WeightsFile, tensors: Iterable[tuple[RawTensor, Parameter, int]], progress: Progress) -> None:
-    began = time.monotonic()
+_Place = tuple[str, int]
+"""Parameter name and first row there."""
+
+
+def _places(parameters: Iterable[Parameter]) -> dict[str, _Place]:
+    """Where each checkpoint tensor goes."""
+    places: dict[str, _Place] = {}
+    for parameter in parameters:
+        first_row = 0
+        for source, num_rows in zip(parameter.sources, parameter.source_rows, strict=True):
+            places[source] = (parameter.name, first_row)
+            first_row += num_rows
+    return places
+
+
+def _convert(
+    checkpoint: Checkpoint, file: WeightsFile, places: dict[str, _Place], progress: Progress
+) -> None:
+    began, total = time.monotonic(), len(places)
     with file.rewrite() as views:
-        done, total = 0, sum(view.numel() for view in views.values())
-        for raw, parameter, first_row in tensors:
+        for raw in checkpoint.tensors():
+            name, first_row = _take(places, raw)
             source = _as_tensor(raw)
-            views[parameter.name][first_row : first_row + source.shape[0]] = source
-            done += source.numel()
-            progress(done / total)
+            views[name][first_row : first_row + source.shape[0]] = source
+            progress(1.0 - len(places) / total)
+        if places:
+            raise ConfigError(f"the model's files lack {next(iter(places))}; get the model's files again")
     _log.info(
         "weights.converted",
         file=str(file.path),
@@ -109,48 +103,13 @@ def _convert(file: WeightsFile, tensors: Iterable[tuple[RawTensor, Parameter, in
     )
 
 
-def _wanted(
-    checkpoint: Checkpoint,
-    parameters: Iterable[Parameter],
-    ignores: Callable[[str, ModelConfig], bool],
-) -> Iterator[tuple[RawTensor, Parameter, int]]:
-    """Each checkpoint tensor with the parameter it belongs to and its first row there.
-
-    Raises ConfigError unless every source of every parameter comes exactly once, in its shape, and
-    nothing else comes that the model would have needed.
-    """
-    config, missing = checkpoint.config, _places(parameters)
-    known = set(missing)
-    for raw in checkpoint.tensors():
-        if raw.name not in missing:
-            if raw.name in known:
-                raise ConfigError(f"the model's files hold tensor {raw.name} twice; get them anew")
-            if ignores(raw.name, config):
-                continue
-            raise ConfigError(
-                f"tensor {raw.name} has no place in {config.architecture}; "
-                f"this variant of the architecture is not supported"
-            )
-        parameter, first_row, shape = missing.pop(raw.name)
-        if tuple(raw.shape) != shape:
-            raise ConfigError(
-                f"tensor {raw.name} has shape {tuple(raw.shape)}, the model's config says {shape}; "
-                f"config and weights do not belong together"
-            )
-        yield raw, parameter, first_row
-    if missing:
-        some = ", ".join(list(missing)[:3])
-        raise ConfigError(f"{len(missing)} tensors are missing from the model's files: {some}; get them anew")
-
-
-def _places(parameters: Iterable[Parameter]) -> dict[str, tuple[Parameter, int, tuple[int, ...]]]:
-    places = {}
-    for parameter in parameters:
-        first_row = 0
-        for source, shape in zip(parameter.sources, parameter.source_shapes, strict=True):
-            places[source] = (parameter, first_row, shape)
-            first_row += shape[0]
-    return places
+def _take(places: dict[str, _Place], raw: RawTensor) -> _Place:
+    place = places.pop(raw.name, None)
+    if place is None:
+        raise ConfigError(
+            f"the model's files hold {raw.name} twice or where no place is for it; choose another checkpoint"
+        )
+    return place
 
 
 def _as_tensor(raw: RawTensor) -> torch.Tensor:
@@ -193,4 +152,6 @@ def _unwritable(folder: Path, nbytes: int, error: OSError) -> ConfigError:
     need = f"the converted weights take {nbytes / 1e6:.0f} MB"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ConfigError(f"no space left for {folder}: {need}; free some or set cache_dir elsewhere")
-    return ConfigError(f"cannot write {folder}: {error.strerror}; set cache_dir to a writable folder ({need})")
+    return ConfigError(
+        f"cannot write {folder}: {error.strerror}; set cache_dir to a writable folder ({need})"
+    )

@@ -170,17 +170,16 @@ class Cluster:
     def worker(self, name: str) -> Process:
         return next(worker for worker in self.workers if worker.name == name)
 
-    def wait_ready(self) -> None:
-        """Until the router sees every worker, in its present life, as ready."""
+    def wait_ready(self, workers: Iterable[Process] | None = None) -> None:
+        """Until the router sees these workers (None = all), in their present life, as ready."""
+        awaited = list(self.workers if workers is None else workers)
 
         def ready() -> bool:
-            for process in self.processes:
-                assert process.popen
-                if process.popen.poll() is not None:
+            for process in (*awaited, self.router):
+                if not process.alive:
                     raise AssertionError(f"{process.name} ended: {process.log.read_text()[-3000:]}")
             listed = self.cluster() if self.router.ready() else []
-            pids = {worker.pid for worker in self.workers}
-            return pids == {w["pid"] for w in listed if w["state"] == "ready"}
+            return {w.pid for w in awaited} <= {w["pid"] for w in listed if w["state"] == "ready"}
 
         wait_until(ready, START_S, lambda: str(self.cluster()))
 
@@ -230,7 +229,7 @@ class Cluster:
         worker.stop()
         worker.flags = worker.first_flags | flags
         worker.start()
-        self.wait_ready()
+        self.wait_ready([worker])
         return worker
 
     def ensure(self, name: str, **flags: object) -> Process:
@@ -245,7 +244,7 @@ class Cluster:
 
     def wait_idle(self, within_s: float = 2.0, only: Iterable[str] | None = None) -> None:
         """Every worker is back at rest: free + cached-unreferenced = total, gauges at zero."""
-        names = list(only) if only else [worker.name for worker in self.workers]
+        names = list(only) if only is not None else [worker.name for worker in self.workers]
 
         def idle() -> bool:
             return all(not unrest(self.worker(name).ready().get("stats")) for name in names)

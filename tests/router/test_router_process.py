@@ -19,10 +19,8 @@ from services import discovery
 from services.router import main
 
 RUN = (
-    "import sys; from core import log; log.configure('info'); from core.settings import load;"
-    "from services.router.main import run;"
-    "settings, _ = load({'port': 0, 'discovery': 'static://127.0.0.1:9', 'drain_timeout_s': 1.0});"
-    "status = run(settings);"
+    "import sys; from services.cli import main;"
+    "status = main(['router', '--port=0', '--discovery=static://127.0.0.1:9', '--drain-timeout-s=1']);"
     "assert not {'torch', 'numpy', 'nixl'} & sys.modules.keys(), 'heavy';"
     "assert not any(name.split('.')[0] in ('engine', 'kvtransfer') for name in sys.modules), 'rooms';"
     "sys.exit(status)"
@@ -41,7 +39,8 @@ def test_the_application_imports_in_under_a_second_and_without_torch():
 
 def test_a_process_listens_answers_and_stops():
     """1. The router says its port.  2. /health answers while the model loads.  3. /ready says what is
-    missing.  4. SIGTERM: it exits with 0, having loaded nothing heavy."""
+    missing.  4. /metrics has no `_created` series.  5. SIGTERM: it exits with 0, having loaded nothing
+    heavy."""
     process = subprocess.Popen([sys.executable, "-c", RUN], stderr=subprocess.PIPE, text=True, env=os.environ)
     try:
         assert process.stderr is not None
@@ -57,6 +56,9 @@ def test_a_process_listens_answers_and_stops():
             problems = json.load(caught.value)["problems"]
             time.sleep(0.05)
         assert problems[0] == "no decode worker is ready"
+        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=5).read()
+        assert b"baton_requests_total{" in metrics
+        assert b"_created" not in metrics
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0, process.stderr.read()
     finally:
