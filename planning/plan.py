@@ -164,7 +164,10 @@ def _choose_prefill(
     usable, obstacle = _usable_prefill(request, workers, decode)
     if forced is Forced.DISAGGREGATED:
         if obstacle is not None:
-            raise Unavailable(f"X-Baton-Plan: disaggregated is not possible: {_WHY_NOT[obstacle]}")
+            why = _WHY_NOT[obstacle]
+            if obstacle is Reason.NO_COMPATIBLE_PREFILL:
+                why += _first_difference(decode, workers)
+            raise Unavailable(f"X-Baton-Plan: disaggregated is not possible: {why}")
         return _least_loaded(usable, rng), Reason.FORCED_DISAGGREGATED
     if obstacle is not None:
         return None, obstacle
@@ -189,3 +192,12 @@ def _usable_prefill(
     if not fitting:
         return [], Reason.PROMPT_EXCEEDS_PREFILL_POOL
     return fitting, None
+
+
+def _first_difference(decode: WorkerView, prefill: Sequence[WorkerView]) -> str:
+    """What keeps the first incompatible prefill worker from helping; "" when all are compatible."""
+    for worker in prefill:
+        if difference := decode.fingerprint.difference(worker.fingerprint):
+            field, ours, theirs = difference
+            return f" ({field} is {theirs!r} on {worker.worker_id}, {ours!r} on {decode.worker_id})"
+    return ""

@@ -6,6 +6,7 @@ Flags are made from `core.settings.Settings`, so each setting is declared once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import types
@@ -31,9 +32,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; exit status 2 and one sentence for what the operator has to change."""
-    arguments = vars(_parser().parse_args(argv))
-    command, config = arguments.pop("command"), arguments.pop("config")
     try:
+        arguments = _parse(argv)
+        command, config = arguments.pop("command"), arguments.pop("config")
         settings, origins = load(arguments, os.environ, config)
         log.configure(settings.log_level, settings.log_format, process=command)
         disable_created_metrics()  # a series beside each counter and histogram that nobody reads
@@ -74,6 +75,21 @@ def _run(command: str, settings: Settings, origins: dict[str, Origin]) -> int:
             return 0
 
 
+def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
+    """Command, config file and the settings given. Raises ConfigError for a flag nobody knows."""
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(flag, map(_flag, Settings.model_fields), n=1)
+        hint = f"did you mean {near[0]}?" if near else "baton COMMAND --help lists them all"
+        raise ConfigError(f"{flag} is not a setting; {hint}")
+    return vars(arguments)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton", description="LLM serving with prefill and decode apart.", allow_abbrev=False
@@ -91,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     for name, field in Settings.model_fields.items():
-        flag = "--" + name.replace("_", "-")
+        flag = _flag(name)
         default = field.default if field.default not in (None, "") else "none"
         text = f"{field.description} (default: {default})".replace("%", "%%")
         if field.annotation is bool:

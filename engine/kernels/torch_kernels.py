@@ -11,6 +11,9 @@ from engine.batch import Batch
 from engine.kernels import reference
 from engine.kv_cache import KVCache
 
+LOGITS_SLICE = 2048
+"""Rows of the LM head that are widened to fp32 at once; a slice of them stays in the CPU's cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -44,7 +47,15 @@ class TorchKernels:
         return F.linear(x, weight)
 
     def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight).float()
+        """Widened slice by slice: results rounded to bf16 would tie the best tokens."""
+        if x.dtype == torch.float32:
+            return F.linear(x, weight)
+        wide = x.float()
+        out = wide.new_empty(x.shape[0], weight.shape[0])
+        for first in range(0, weight.shape[0], LOGITS_SLICE):
+            part = weight[first : first + LOGITS_SLICE].float()
+            torch.mm(wide, part.T, out=out[:, first : first + LOGITS_SLICE])
+        return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return reference.rms_norm(x, weight, eps)

@@ -19,7 +19,7 @@ from core.kv import Fingerprint, KVLayout
 from core.settings import Settings
 from engine.block_pool import BlockPool
 from engine.engine import Engine
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels.select import select_kernels
 from engine.kv_cache import KVCache
 from engine.loop import EngineLoop
 from engine.messages import Event
@@ -89,16 +89,18 @@ def build(
     progress("reading the model's files", 0.0)
     checkpoint = open_checkpoint(settings.model)
     dtype, reason = resolve_dtype(settings.dtype)
+    cache_dir = os.path.expanduser(settings.cache_dir)
     weights = load_weights(
         checkpoint,
         dtype,
-        os.path.expanduser(settings.cache_dir),
+        cache_dir,
         lambda share: progress("converting weights", share),
     )
     progress("building the model", 0.0)
     config = checkpoint.config
-    model = model_class(config.architecture)(config, weights, TorchKernels(), _longest(config, settings))
-    layout = _layout(checkpoint.config, settings, dtype)
+    layout = _layout(config, settings, dtype)
+    kernels = select_kernels(config, layout, cache_dir)
+    model = model_class(config.architecture)(config, weights, kernels, _longest(config, settings))
     num_blocks = _num_blocks(settings, layout)
     region = Region.create(num_blocks, layout.block_nbytes, incarnation)
     cache = KVCache(layout, num_blocks, region.data)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from core.errors import ConfigError
+from services.worker.address import bind, split
 from services.worker.host import Phase, WorkerHost
 
 
@@ -47,10 +47,9 @@ class ProbeServer:
     """Serves the probes on the running loop."""
 
     def __init__(self, host: WorkerHost) -> None:
+        self._address = (split(host.settings.listen, "--listen")[0], host.settings.probe_port)
         config = uvicorn.Config(
             application(host),
-            host=host.settings.listen.rpartition(":")[0],
-            port=host.settings.probe_port,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -61,17 +60,11 @@ class ProbeServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Begin; returns host:port. Raises ConfigError when the port is taken."""
-        self._task = asyncio.create_task(self._server.serve())
-        for _ in range(500):
-            if self._server.started:
-                host, port = self._server.servers[0].sockets[0].getsockname()[:2]
-                return f"{host}:{port}"
-            if self._task.done():
-                break
-            await asyncio.sleep(0.01)
-        config = self._server.config
-        raise ConfigError(f"cannot listen on {config.host}:{config.port} for probes; choose another port")
+        """Listen and begin; returns host:port. Raises ConfigError when the port is taken."""
+        listener = bind(*self._address, flag="--probe-port")
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        host, port = listener.getsockname()[:2]
+        return f"{host}:{port}"
 
     async def stop(self) -> None:
         self._server.should_exit = True

@@ -18,6 +18,7 @@ from core import faults, log
 from core.errors import ConfigError
 from core.settings import Settings
 from services.worker import cpu
+from services.worker.address import bind, split
 from services.worker.host import Phase, WorkerHost
 from services.worker.hub import Hub
 from services.worker.metrics import WorkerMetrics
@@ -42,6 +43,7 @@ Attach = Callable[[WorkerHost, grpc.aio.Server], Service]
 
 def run(settings: Settings, attach: Sequence[Attach]) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before serving."""
+    bind(*split(settings.listen, "--listen"), flag="--listen").close()
     cores, threads = cpu.confine(settings)
     faults.configure(settings.faults)
     return uvloop.run(_main(settings, attach, cores, threads))

@@ -170,8 +170,8 @@ class Cluster:
     def worker(self, name: str) -> Process:
         return next(worker for worker in self.workers if worker.name == name)
 
-    def wait_ready(self, workers: Iterable[Process] | None = None) -> None:
-        """Until the router sees these workers (None = all), in their present life, as ready."""
+    def wait_ready(self, workers: Iterable[Process] | None = None, state: str = "ready") -> None:
+        """Until the router sees these workers (None = all), in their present life, in this state."""
         awaited = list(self.workers if workers is None else workers)
 
         def ready() -> bool:
@@ -179,7 +179,7 @@ class Cluster:
                 if not process.alive:
                     raise AssertionError(f"{process.name} ended: {process.log.read_text()[-3000:]}")
             listed = self.cluster() if self.router.ready() else []
-            return {w.pid for w in awaited} <= {w["pid"] for w in listed if w["state"] == "ready"}
+            return {w.pid for w in awaited} <= {w["pid"] for w in listed if w["state"] == state}
 
         wait_until(ready, START_S, lambda: str(self.cluster()))
 
@@ -223,13 +223,13 @@ class Cluster:
         connection.request("POST", "/v1/completions", json.dumps(self.body(prompt, **more)), headers)
         return connection
 
-    def restart(self, name: str, **flags: object) -> Process:
+    def restart(self, name: str, state: str = "ready", **flags: object) -> Process:
         """End a worker, start it again on its ports with its first flags and these on top."""
         worker = self.worker(name)
         worker.stop()
         worker.flags = worker.first_flags | flags
         worker.start()
-        self.wait_ready([worker])
+        self.wait_ready([worker], state)
         return worker
 
     def ensure(self, name: str, **flags: object) -> Process:

@@ -146,7 +146,13 @@ class Harness:
         """Free + cached-unreferenced = total; nothing runs, waits, loads or is held."""
         self.pool.check()
         s = self.scheduler
-        assert (len(s.running), len(s.waiting), len(s.loading), len(s.held), len(s.reports)) == (0, 0, 0, 0, 0)
+        assert (len(s.running), len(s.waiting), len(s.loading), len(s.held), len(s.reports)) == (
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
         assert self.pool.num_free == self.pool.num_blocks
 
 

@@ -29,3 +29,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "torch":
         return TorchKernels()
     return native_kernels() or pytest.skip("no C compiler")
+
+
+@pytest.fixture
+def best_kernels() -> Kernels:
+    """What a worker on this machine would choose."""
+    return native_kernels() or TorchKernels()

@@ -13,7 +13,13 @@ from engine.sequence import Sequence
 VOCAB = 5000
 
 
-def _draw(logits: torch.Tensor, output: tuple[int, ...] = (), prompt: tuple[int, ...] = (1, 2, 3), index: int = 0, **given):
+def _draw(
+    logits: torch.Tensor,
+    output: tuple[int, ...] = (),
+    prompt: tuple[int, ...] = (1, 2, 3),
+    index: int = 0,
+    **given,
+):
     params = SamplingParams(**({"max_tokens": 99, "seed": 5} | given))
     tokens = [*prompt, *output]
     seq = Sequence("s", tokens, len(prompt), BlockHasher(b"", "", 8), 0, 0.0, Request("r", prompt, params))
@@ -40,7 +46,14 @@ def test_a_draw_depends_on_seed_choice_and_position_alone(logits) -> None:
 
 @pytest.mark.parametrize(
     "filters",
-    [{"top_k": 5}, {"top_p": 0.4}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.5}, {"top_p": 0.999}, {"min_p": 1e-6}],
+    [
+        {"top_k": 5},
+        {"top_p": 0.4},
+        {"min_p": 0.2},
+        {"top_k": 50, "top_p": 0.5},
+        {"top_p": 0.999},
+        {"min_p": 1e-6},
+    ],
 )
 def test_filters_keep_what_a_plain_implementation_keeps(logits, filters) -> None:
     probs = torch.softmax(logits / 0.9, -1)
@@ -86,7 +99,7 @@ def test_penalties_rebuilt_from_tokens_equal_those_kept(logits) -> None:
     params = SamplingParams(max_tokens=99, seed=0, **given)
     seq = Sequence("s", [1, 2], 2, BlockHasher(b"", "", 8), 0, 0.0, Request("r", (1, 2), params))
     for _ in range(12):
-        (token, _), = sample(logits[None], [Draw(0, seq, 0)])
+        ((token, _),) = sample(logits[None], [Draw(0, seq, 0)])
         assert token == _draw(logits, tuple(seq.tokens[2:]), prompt=(1, 2), **given)[0]
         seq.append(token)
 

@@ -85,18 +85,18 @@ def tiny_runner(
     block_size: int = 16,
     dtype: str = "fp32",
     kv_dtype: str = "fp32",
-    poison: float | None = float("nan"),
 ) -> ModelRunner:
-    """A runner on 128 blocks' worth of tokens, all slots poisoned."""
+    """A runner with room for 2048 tokens, every slot poisoned."""
     config = config or tiny_config()
     weights = load_weights(TinyCheckpoint(config), dtype, cache_dir)
     cache = KVCache(layout_of(config, block_size, kv_dtype), 2048 // block_size)
-    if poison is not None:
-        cache.pool.fill_(poison)
+    cache.pool.fill_(float("nan"))
     return ModelRunner(Llama(config, weights, kernels), cache)
 
 
-def scattered_tables(lengths: Sequence[int], block_size: int, num_blocks: int, seed: int = 0) -> list[list[int]]:
+def scattered_tables(
+    lengths: Sequence[int], block_size: int, num_blocks: int, seed: int = 0
+) -> list[list[int]]:
     """Disjoint block tables in random order for sequences of these lengths."""
     free = list(range(num_blocks))
     random.Random(seed).shuffle(free)
@@ -105,3 +105,42 @@ def scattered_tables(lengths: Sequence[int], block_size: int, num_blocks: int, s
 
 def run_chunks(runner: ModelRunner, *chunks: Chunk) -> torch.Tensor:
     return runner.run(Batch.build(chunks, runner.cache.layout.block_size))
+
+
+def dense_logits(
+    checkpoint: TinyCheckpoint, token_ids: Sequence[int], frequencies: torch.Tensor
+) -> torch.Tensor:
+    """[len, vocab] by a decoder written straight from the checkpoint's tensors: no pages, no fused matrices."""
+    config, n = checkpoint.config, len(token_ids)
+    angles = torch.outer(torch.arange(n).float(), frequencies)
+    x = checkpoint.weights["model.embed_tokens.weight"][list(token_ids)]
+    for i in range(config.num_layers):
+        w = {
+            name.removeprefix(f"model.layers.{i}.").removesuffix(".weight"): tensor
+            for name, tensor in checkpoint.weights.items()
+            if name.startswith(f"model.layers.{i}.")
+        }
+        h = _dense_norm(x, w["input_layernorm"], config)
+        q, k, v = (
+            (h @ w[f"self_attn.{part}_proj"].T).view(n, -1, config.head_dim).transpose(0, 1) for part in "qkv"
+        )
+        group = config.num_heads // config.num_kv_heads
+        q, k = _dense_rope(q, angles), _dense_rope(k, angles).repeat_interleave(group, 0)
+        scores = q @ k.transpose(1, 2) / config.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf")).softmax(-1)
+        mixed = (scores @ v.repeat_interleave(group, 0)).transpose(0, 1).reshape(n, -1)
+        x = x + mixed @ w["self_attn.o_proj"].T
+        h = _dense_norm(x, w["post_attention_layernorm"], config)
+        gate, up = h @ w["mlp.gate_proj"].T, h @ w["mlp.up_proj"].T
+        x = x + (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj"].T
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return _dense_norm(x, checkpoint.weights["model.norm.weight"], config) @ checkpoint.weights[head].T
+
+
+def _dense_norm(x: torch.Tensor, weight: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
+
+
+def _dense_rope(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
