@@ -1,4 +1,4 @@
-"""The fast CPU kernel set: native.c for the decode step, torch for large products and prefill attention.
+"""The fast CPU kernel set: C (in `cpu/`) for decoding, torch for large products and prefill attention.
 
 Why C at all, on one AVX512-BF16 core: products with few rows are bound by memory, and torch reads
 weights at 9-11 GB/s where the core can read 28.
@@ -29,7 +29,7 @@ _ptr, _int64, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctyp
 
 
 class _Pool(ctypes.Structure):
-    """`Pool` of native.c: one layer of a KVCache."""
+    """`Pool` of cpu/pool.h: one layer of a KVCache."""
 
     _fields_ = [
         ("layer", _ptr),
@@ -50,7 +50,7 @@ _SIGNATURES = {
 
 
 def unsupported(config: ModelConfig, layout: KVLayout) -> str:
-    """Why native.c cannot run this model, as a phrase for the log; empty when it can."""
+    """Why the C kernels cannot run this model, as a phrase for the log; empty when it can."""
     widths = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -68,7 +68,7 @@ def unsupported(config: ModelConfig, layout: KVLayout) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """`pools`: native.c's view of each layer. `prefills`: the sequences with more than one row."""
+    """`pools`: each layer as the C kernels see it. `prefills`: the sequences with more than one row."""
 
     batch: Batch
     pools: list[_Pool]
@@ -89,6 +89,8 @@ class NativeKernels(TorchKernels):
         self._pools: tuple[KVCache, list[_Pool]] | None = None
 
     def plan(self, batch: Batch, cache: KVCache) -> _Plan:
+        # OpenMP counts threads per calling thread; torch passes its own number on when it is asked.
+        torch.get_num_threads()
         return _Plan(batch, self._pools_of(cache), spans(batch, cache, first_seq=batch.num_decodes))
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Builds native.c with the machine's C compiler, once per source, compiler and CPU."""
+"""Builds the C sources in `cpu/` with the machine's compiler, once per sources, compiler and CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from engine.models.dtype import cpu_flags
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCES = Path(__file__).with_name("cpu")
 COMPILE_TIMEOUT_S = 120.0
 
 _FLAGS = ("-std=gnu17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
@@ -49,17 +49,19 @@ def build(cache_dir: str | os.PathLike[str]) -> Path:
 
 def _key(compiler: str) -> str:
     """`-march=native` code runs only where the CPU has all flags of the CPU it was made on."""
-    parts = (SOURCE.read_text(), compiler, *_FLAGS, *sorted(cpu_flags()))
+    sources = (file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".c", ".h"))
+    parts = (*sources, compiler, *_FLAGS, *sorted(cpu_flags()))
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
 
 
 def _compile(compiler: str, library: Path) -> None:
     """With OpenMP, so that kernels run in torch's own thread team; without it where that is missing."""
+    sources = sorted(map(str, SOURCES.glob("*.c")))
     temporary = library.with_suffix(f".{os.getpid()}.tmp")
     said = ""
     try:
         for openmp in (("-fopenmp",), ()):
-            command = [compiler, *_FLAGS, *openmp, str(SOURCE), "-o", str(temporary)]
+            command = [compiler, *_FLAGS, *openmp, *sources, "-o", str(temporary)]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False

@@ -259,6 +259,8 @@ class _Load:
 
 
 def _as_source_failure(error: grpc.aio.AioRpcError, target: PrefillTarget) -> SourceFailed:
-    """A prefill worker's refusal is a miss here, whatever it is called there."""
+    """A prefill worker's refusal is a miss here, whatever it is called there; busy is not lost."""
     failure = status.from_rpc(error, target.worker_id)
-    return failure if isinstance(failure, SourceFailed) else PeerLost(failure.message)
+    if isinstance(failure, SourceFailed):
+        return failure
+    return SourceFailed(f"{target.worker_id} does not deliver: {failure.message}")

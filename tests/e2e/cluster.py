@@ -135,7 +135,9 @@ class Cluster:
         port = free_port("127.0.0.1")
         discovery = "static://" + ",".join(f"127.0.0.1:{worker.port}" for worker in self.workers)
         router_flags = {k: v for k, v in common.items() if k not in ("num_blocks", "cpu_threads")}
-        self.router = Process("router", "router", router_flags | {"port": port, "discovery": discovery}, port, port)
+        self.router = Process(
+            "router", "router", router_flags | {"port": port, "discovery": discovery}, port, port
+        )
         self.url = f"http://127.0.0.1:{port}"
         self._model = ""
 
@@ -249,7 +251,9 @@ class Cluster:
         def idle() -> bool:
             return all(not unrest(self.worker(name).ready().get("stats")) for name in names)
 
-        wait_until(idle, within_s, lambda: str({n: unrest(self.worker(n).ready().get("stats")) for n in names}))
+        wait_until(
+            idle, within_s, lambda: str({n: unrest(self.worker(n).ready().get("stats")) for n in names})
+        )
 
 
 def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -290,6 +294,23 @@ def matches_gold(name: str, token_ids: list[int], max_tokens: int = 48) -> bool:
             best = case["top5"][step]
             return best[0][1] - best[1][1] < 1e-3
     return len(token_ids) == len(expected)
+
+
+def prompt(name: str) -> list[int]:
+    """The token ids of a GOLD case."""
+    return GOLD[name]["prompt_ids"]
+
+
+def only_choice(reply: httpx.Response) -> dict[str, Any]:
+    """The one choice of a good answer."""
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    return choice
+
+
+def is_gold(reply: httpx.Response, name: str, max_tokens: int = 48) -> bool:
+    """A good answer whose one choice is GOLD's (see `matches_gold`)."""
+    return matches_gold(name, only_choice(reply)["token_ids"], max_tokens)
 
 
 def fresh_salt() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,3 +15,10 @@ def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     if "cluster" in request.fixturenames:
         cluster = request.getfixturevalue("cluster")
         cluster.wait_idle(only=[worker.name for worker in cluster.workers if worker.alive])
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    """Requests that run while the test looks on."""
+    with ThreadPoolExecutor(32) as pool:
+        yield pool

@@ -20,7 +20,9 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def serve_all(cluster: Cluster, names: list[str], plan: str, salt: str, at_once: int = 8) -> dict[str, httpx.Response]:
+def serve_all(
+    cluster: Cluster, names: list[str], plan: str, salt: str, at_once: int = 8
+) -> dict[str, httpx.Response]:
     """Each case once, several at a time, the long ones first."""
     ordered = sorted(names, key=lambda name: -len(GOLD[name]["prompt_ids"]))
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from cluster import GOLD, Cluster, Process, fresh_salt, matches_gold, wait_until
+from cluster import GOLD, Cluster, Process, fresh_salt, is_gold, prompt, wait_until
 
 FAILURES = "baton_kv_transfer_failures_total"
 REMOTE = "baton_prompt_tokens_by_source_total"
@@ -34,21 +34,6 @@ def p(cluster: Cluster) -> Process:
 @pytest.fixture
 def d(cluster: Cluster, p: Process) -> Process:
     return cluster.ensure("decode-0")
-
-
-@pytest.fixture
-def background() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
-
-
-def prompt(name: str) -> list[int]:
-    return GOLD[name]["prompt_ids"]
-
-
-def is_gold(reply: httpx.Response, name: str, max_tokens: int = 48) -> bool:
-    assert reply.status_code == 200, reply.text
-    return matches_gold(name, reply.json()["choices"][0]["token_ids"], max_tokens)
 
 
 def handoff(
@@ -178,6 +163,7 @@ class TestAStepFails:
         assert all(piece["choices"][0]["finish_reason"] is None for piece in pieces)
         assert is_gold(cluster.complete(prompt("story-33"), plan="local", max_tokens=8), "story-33", 8)
 
+    @pytest.mark.slow
     def test_on_the_prefill_worker(self, cluster: Cluster, d: Process):
         """A broken source is a miss: D computes what did not come."""
         cluster.restart("prefill-0", faults="engine.step@2=raise")
@@ -225,3 +211,18 @@ class TestTheLease:
         assert d.metric(FAILURES, reason="lease_lost") == 1
         assert d.metric(REMOTE, source="prefill_worker") == remote
         assert p.metric("baton_kv_leases_expired_total") == expired + 1
+
+    def test_a_leaving_prefill_worker_waits_for_the_read(
+        self, cluster: Cluster, d: Process, p: Process, background: ThreadPoolExecutor
+    ):
+        """E2. 1. D reads slowly.  2. P gets SIGTERM.  3. D gets its blocks.  4. P exits with 0."""
+        failures, remote = d.metric(FAILURES), d.metric(REMOTE, source="prefill_worker")
+        reply = background.submit(
+            cluster.complete, prompt("story-65"), plan="disaggregated", cache_salt=fresh_salt(), max_tokens=8
+        )
+        wait_until(lambda: p.stats()["held"] == 1, 10)
+        p.ask_to_stop()
+        assert is_gold(reply.result(), "story-65", 8)
+        assert d.metric(FAILURES) == failures
+        assert d.metric(REMOTE, source="prefill_worker") == remote + 64
+        assert p.wait_end(5) == 0

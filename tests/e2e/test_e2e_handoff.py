@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster import GOLD, Cluster, fresh_salt, matches_gold, wait_until
+from cluster import GOLD, Cluster, fresh_salt, is_gold, matches_gold, only_choice, prompt, wait_until
 
 BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4  # K and V, layers, KV heads, head dim, fp32
 MOVED = "baton_kv_transfer_bytes_total"
@@ -19,16 +19,6 @@ BY_SOURCE = "baton_prompt_tokens_by_source_total"
 def cluster() -> Iterator[Cluster]:
     with Cluster(transport="shm", max_num_batched_tokens=64) as cluster:
         yield cluster
-
-
-def prompt(name: str) -> list[int]:
-    return GOLD[name]["prompt_ids"]
-
-
-def only_choice(reply: httpx.Response) -> dict[str, Any]:
-    assert reply.status_code == 200, reply.text
-    (choice,) = reply.json()["choices"]
-    return choice
 
 
 def cached_tokens(reply: httpx.Response) -> int:
@@ -43,8 +33,10 @@ def test_the_blocks_come_from_the_prefill_worker(cluster: Cluster):
         return [d.metric(MOVED), *(d.metric(BY_SOURCE, source=s) for s in ("prefill_worker", "computed"))]
 
     before, p_steps = counts(), p.stats()["steps"]
-    reply = cluster.complete(prompt("story-128"), plan="disaggregated", cache_salt=fresh_salt(), max_tokens=16)
-    assert matches_gold("story-128", only_choice(reply)["token_ids"], 16)
+    reply = cluster.complete(
+        prompt("story-128"), plan="disaggregated", cache_salt=fresh_salt(), max_tokens=16
+    )
+    assert is_gold(reply, "story-128", 16)
     assert reply.headers["x-baton-plan"] == "disaggregated"
     assert (reply.headers["x-baton-prefill"], reply.headers["x-baton-decode"]) == ("prefill-0", "decode-0")
     moved = [after - earlier for after, earlier in zip(counts(), before, strict=True)]
@@ -60,7 +52,7 @@ def test_over_nixl():
     with Cluster(transport="nixl", num_blocks=64) as cluster:
         d = cluster.worker("decode-0")
         reply = cluster.complete(prompt("story-65"), plan="disaggregated", max_tokens=8)
-        assert matches_gold("story-65", only_choice(reply)["token_ids"], 8)
+        assert is_gold(reply, "story-65", 8)
         assert d.metric(MOVED) == 64 * BYTES_PER_TOKEN
         assert d.metric("baton_kv_transfer_failures_total") == 0
         cluster.wait_idle()
@@ -127,7 +119,7 @@ def test_a_hit_of_the_whole_prompt_leaves_something_to_compute(cluster: Cluster)
         own = f"{salt}-{name}"  # the stories are prefixes of each other
         for expected in (0, hit):
             reply = cluster.complete(prompt(name), plan="disaggregated", cache_salt=own, max_tokens=6)
-            assert matches_gold(name, only_choice(reply)["token_ids"], 6), (name, expected)
+            assert is_gold(reply, name, 6), (name, expected)
             assert cached_tokens(reply) == expected, name
 
 
@@ -188,5 +180,5 @@ def test_blocks_arrive_while_the_prompt_is_still_being_computed(cluster: Cluster
     finally:
         long.join(60)
     assert cached_tokens(early) == 128
-    assert matches_gold("story-129", only_choice(early)["token_ids"], 1)
-    assert matches_gold("story-1000", only_choice(replies[0])["token_ids"], 4)
+    assert is_gold(early, "story-129", 1)
+    assert is_gold(replies[0], "story-1000", 4)

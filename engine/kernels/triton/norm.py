@@ -62,7 +62,9 @@ def launch_options(width: int) -> dict[str, int]:
 
 def _launch(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if not x.is_contiguous():
-        raise ValueError(f"rms_norm needs contiguous rows, got strides {x.stride()}; call .contiguous() first")
+        raise ValueError(
+            f"rms_norm needs contiguous rows, got strides {x.stride()}; call .contiguous() first"
+        )
     out = torch.empty_like(x)
     num_rows, width = x.shape
     options = launch_options(width)

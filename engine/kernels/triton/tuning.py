@@ -1,6 +1,6 @@
 """Tile shapes for CUDA, fixed: no request ever waits for a tuning run, and every pair is compiled ahead of time.
 
-The tables are keyed by the head dim padded to a power of two and the bytes of a compute element.
+The tables are keyed by the head dim padded to a power of two and the bytes of the wider of compute and KV dtype.
 `benchmarks.triton_aot` compiles them for sm_80, sm_90 and sm_100 and fails on a spill. Shared memory stays below
 the 99 KiB a block may have on sm_86 and sm_89, so that no card since Ampere needs a table of its own.
 """
@@ -54,7 +54,7 @@ _DECODE = {
 _INTERPRETED = Tile(16, 16, 4, 1)
 """Small, so that tests with a few dozen tokens walk through several tiles."""
 
-MIN_ROWS = 16
+_MIN_ROWS = 16
 """The fewest query rows that fill a tensor core instruction."""
 
 
@@ -68,19 +68,25 @@ def padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def prefill_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    return _pick(_PREFILL, head_dim, dtype)
+def prefill_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tile:
+    """Raises ValueError for head dims over 256."""
+    return _pick(_PREFILL, head_dim, max(dtype.itemsize, kv_dtype.itemsize))
 
 
-def decode_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    return _pick(_DECODE, head_dim, dtype)
+def decode_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tile:
+    """Raises ValueError for head dims over 256."""
+    return _pick(_DECODE, head_dim, max(dtype.itemsize, kv_dtype.itemsize))
 
 
-def _pick(table: dict[tuple[int, int], Tile], head_dim: int, dtype: torch.dtype) -> Tile:
-    key = (padded(head_dim), dtype.itemsize)
+def decode_rows(group: int) -> int:
+    """Query rows of a decode tile: one per head of the group, the rest is padding."""
+    return max(_MIN_ROWS, triton.next_power_of_2(group))
+
+
+def _pick(table: dict[tuple[int, int], Tile], head_dim: int, itemsize: int) -> Tile:
+    key = (padded(head_dim), itemsize)
     if key not in table:
-        known = sorted({dim for dim, _ in table})
-        raise ValueError(f"no Triton tile for head_dim {head_dim} in {dtype}; known up to {known[-1]}")
+        raise ValueError(f"no Triton tile for head_dim {head_dim}; the largest is {max(table)[0]}")
     return _INTERPRETED if interpreted() else table[key]
 
 

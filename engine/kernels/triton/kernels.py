@@ -1,0 +1,75 @@
+"""The kernel set for CUDA devices: this package's kernels, cuBLAS for matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from engine.batch import Batch
+from engine.kernels.triton import activation, norm, rope
+from engine.kernels.triton.decode import decode_attention
+from engine.kernels.triton.prefill import prefill_attention
+from engine.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """`q_starts`: int32 [S + 1] on the pool's device, None when every sequence has a single new token."""
+
+    batch: Batch
+    q_starts: torch.Tensor | None
+    max_q_len: int
+
+
+class TritonKernels:
+    """The tensors of a `Batch` and the pool must be on the device of the weights.
+
+    `sliding_window` > 0: every token sees itself and the sliding_window - 1 tokens before it.
+    """
+
+    name = "triton"
+
+    def __init__(self, sliding_window: int = 0) -> None:
+        self._window = sliding_window
+
+    def plan(self, batch: Batch, cache: KVCache) -> _Plan:
+        if batch.num_decodes == batch.num_seqs:
+            return _Plan(batch, None, 1)
+        q_starts = torch.tensor(batch.q_starts, dtype=torch.int32).to(cache.pool.device, non_blocking=True)
+        return _Plan(batch, q_starts, max(end - start for start, end in pairwise(batch.q_starts)))
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight)
+
+    def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight).float()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return norm.add_rms_norm(delta, residual, weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return activation.silu_mul(gate_up)
+
+    def rope_and_store(
+        self, qkv: torch.Tensor, rope_table: torch.Tensor, batch: Batch, cache: KVCache, layer: int
+    ) -> None:
+        rope.rope_and_store(qkv, rope_table, batch.positions, batch.slots, cache.pool[:, layer])
+
+    def attention(self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: _Plan) -> torch.Tensor:
+        batch, layout, pool = plan.batch, cache.layout, cache.pool[:, layer]
+        out = qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * layout.num_kv_heads * layout.head_dim)
+        lens, tables = batch.kv_lens, batch.block_tables
+        if batch.num_decodes:
+            decode_attention(qkv, pool, out, batch.num_decodes, lens, tables, self._window)
+        if plan.q_starts is not None:
+            starts, first, longest = plan.q_starts, batch.num_decodes, plan.max_q_len
+            prefill_attention(qkv, pool, out, starts, first, longest, lens, tables, self._window)
+        return out

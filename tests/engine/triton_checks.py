@@ -1,0 +1,174 @@
+"""Checks of the Triton kernels that are no attention; see `triton_cases`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from triton_cases import (
+    BF16,
+    DEVICE,
+    LAYER,
+    NUM_LAYERS,
+    Geometry,
+    as_stored,
+    close,
+    dtypes,
+    geometries,
+    kv_dtypes,
+    noise,
+    poisoned,
+    seeds,
+)
+
+from engine.kernels import reference
+from engine.kernels.triton.activation import silu_mul
+from engine.kernels.triton.block_copy import gather_blocks, scatter_blocks
+from engine.kernels.triton.norm import add_rms_norm, rms_norm
+from engine.kernels.triton.rope import rope_and_store
+
+
+@dataclass(frozen=True)
+class RowsCase:
+    rows: int
+    width: int
+    dtype: torch.dtype
+    scale: float
+    seed: int
+
+
+rows_cases = st.builds(
+    RowsCase,
+    rows=st.integers(1, 5),
+    width=st.sampled_from([1, 3, 64, 80, 96, 128, 576, 1000, 1500]),
+    dtype=dtypes,
+    scale=st.sampled_from([1e-3, 1.0, 50.0]),
+    seed=seeds,
+)
+
+
+def check_rms_norm(case: RowsCase) -> None:
+    torch.manual_seed(case.seed)
+    x = noise(case.rows, case.width, dtype=case.dtype, scale=case.scale)
+    delta, weight = noise(*x.shape, dtype=case.dtype), noise(case.width, dtype=case.dtype)
+    with poisoned():
+        close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), case.dtype)
+        residual = x.clone()
+        got = add_rms_norm(delta, residual, weight, 1e-5)
+    close(residual, x + delta, case.dtype)
+    close(got, reference.rms_norm(residual, weight, 1e-5), case.dtype)
+
+
+def check_silu_mul(case: RowsCase) -> None:
+    torch.manual_seed(case.seed)
+    gate_up = noise(case.rows, 2 * case.width, dtype=case.dtype, scale=case.scale)
+    with poisoned():
+        got = silu_mul(gate_up)
+    close(got, reference.silu_mul(gate_up), case.dtype)
+
+
+@dataclass(frozen=True)
+class StoreCase:
+    """`rows` tokens; `padding` of them have no slot."""
+
+    geometry: Geometry
+    rows: int
+    padding: int
+    seed: int
+
+
+store_cases = st.builds(
+    StoreCase, geometry=geometries(), rows=st.integers(1, 3), padding=st.integers(0, 1), seed=seeds
+)
+
+
+def check_rope_and_store(case: StoreCase) -> None:
+    """q and k are rotated in place, v is not touched, and the pool changes in the slots alone."""
+    torch.manual_seed(case.seed)
+    g, num_tokens = case.geometry, case.rows + case.padding
+    num_blocks = -(-case.rows // g.block_size) + 2
+    pool, rope = g.pool(num_blocks), noise(64, 2, g.head_dim // 2)
+    slots = torch.randperm(num_blocks * g.block_size)[:num_tokens].to(DEVICE)
+    slots[case.rows :] = -1
+    positions = torch.randint(0, 64, (num_tokens,)).to(DEVICE)
+    qkv = noise(num_tokens, g.qkv_width, dtype=g.dtype)
+    heads = qkv.view(num_tokens, -1, g.head_dim)
+    rotated = reference.rotate(heads[:, : -g.num_kv_heads], rope, positions)
+    want = torch.cat((rotated, heads[:, -g.num_kv_heads :]), 1)
+    twin = pool.clone()
+
+    rope_and_store(qkv, rope, positions, slots, pool[:, LAYER], g.k_scale, g.v_scale)
+    got = qkv.view_as(want)
+    close(got, want, g.dtype)
+    assert torch.equal(got[:, -g.num_kv_heads :], want[:, -g.num_kv_heads :])
+    k, v = got[: case.rows, g.num_heads :].float().chunk(2, 1)
+    for row, slot in enumerate(slots[: case.rows].tolist()):
+        block, offset = divmod(slot, g.block_size)
+        twin[block, LAYER, :, 0, offset] = as_stored(k[row], g.kv_dtype, g.k_scale)
+        twin[block, LAYER, :, 1, offset] = as_stored(v[row], g.kv_dtype, g.v_scale)
+    assert_same_pool(pool, twin)
+
+
+def assert_same_pool(pool: torch.Tensor, twin: torch.Tensor) -> None:
+    """Bit for bit, but for fp32 -> bf16 in the interpreter, which cuts where it should round."""
+    if pool.dtype == BF16 and DEVICE == "cpu":
+        assert torch.equal(pool.isnan(), twin.isnan())
+        torch.testing.assert_close(pool.nan_to_num(), twin.nan_to_num(), rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(_bytes(pool), _bytes(twin))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class CopyCase:
+    """`heads` is a run of the KV heads, None for whole blocks."""
+
+    kv_dtype: torch.dtype
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+    chosen: int
+    heads: range | None
+    seed: int
+
+
+@st.composite
+def copy_cases(draw: st.DrawFn) -> CopyCase:
+    num_kv_heads, num_blocks = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    start = draw(st.integers(0, num_kv_heads - 1))
+    run = range(start, draw(st.integers(start + 1, num_kv_heads)))
+    return CopyCase(
+        kv_dtype=draw(kv_dtypes),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([64, 80, 96, 128, 256])),
+        block_size=draw(st.sampled_from([8, 16, 32, 64])),
+        num_blocks=num_blocks,
+        chosen=draw(st.integers(1, num_blocks)),
+        heads=draw(st.sampled_from([None, run])),
+        seed=draw(seeds),
+    )
+
+
+def check_copies(case: CopyCase) -> None:
+    """Gather takes the blocks in the order asked for, NaN and all; scatter changes nothing else."""
+    torch.manual_seed(case.seed)
+    heads = case.heads or range(case.num_kv_heads)
+    shape = (case.num_blocks, NUM_LAYERS, case.num_kv_heads, 2, case.block_size, case.head_dim)
+    nbytes = torch.Size(shape).numel() * case.kv_dtype.itemsize
+    pool = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).to(DEVICE).view(case.kv_dtype).view(shape)
+    ids = torch.randperm(case.num_blocks)[: case.chosen].to(DEVICE)
+    picked = _bytes(pool)[ids][:, :, heads.start : heads.stop].contiguous()
+    buffer = torch.full_like(picked, 0xFF).view(case.kv_dtype)
+    gather_blocks(pool, ids, buffer, case.heads)
+    assert torch.equal(_bytes(buffer), picked)
+
+    fresh = torch.randint_like(picked, 0, 256)
+    want = _bytes(pool).clone()
+    want[ids, :, heads.start : heads.stop] = fresh
+    scatter_blocks(pool, ids.int(), fresh.view(case.kv_dtype), case.heads)
+    assert torch.equal(_bytes(pool), want)
