@@ -3,8 +3,8 @@
     python -m benchmarks.triton_aot [--targets 80,90,100] [--kernels decode,prefill] [--json]
 
 The launches are recorded from the package's own functions, called on tensors without memory, so that what is
-compiled here is what a GPU will run. Ends with status 1 if a kernel spills registers or needs more shared memory
-than the smallest supported card has.
+compiled here is what a GPU will run. Ends with status 1 if a kernel spills registers or needs more shared
+memory than the smallest supported card has.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ SHARED_LIMIT = 99 * 1024
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = (
+    (BF16, BF16),
+    (BF16, E4M3),
+    (BF16, E5M2),
+    (FP16, FP16),
+    (FP16, E4M3),
+    (FP32, FP32),
+    (BF16, FP32),
+    (FP32, BF16),
+)
+"""(compute, KV) dtypes; the rest of the pairs share their kind of tile with one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +103,12 @@ def _recording(variant: str, into: list[Launch]) -> Iterator[None]:
 def launches() -> list[Launch]:
     """Each kernel in each shape the tables know, on the geometry of an 8B model (32 heads, 8 KV heads)."""
     found: list[Launch] = []
-    formats = [(BF16, BF16), (BF16, E4M3), (BF16, E5M2), (FP16, FP16), (FP32, FP32), (BF16, FP32), (FP32, BF16)]
     for head_dim in HEAD_DIMS:
-        for dtype, kv_dtype in formats if head_dim == 128 else formats[:5]:
-            _record_attention(head_dim, dtype, kv_dtype, 0, found)
-        _record_attention(head_dim, BF16, BF16, 4096, found)
+        for dtype, kv_dtype in FORMATS:
+            if head_dim <= 128 or (dtype, kv_dtype) != (FP32, BF16):
+                _record_attention(head_dim, dtype, kv_dtype, 0, found)
+        for kv_dtype in (BF16, E4M3):
+            _record_attention(head_dim, BF16, kv_dtype, 4096, found)
     for dtype in (BF16, FP32):
         for width in (128, 4096, 16384):
             with _recording(f"{_name(dtype)} width {width}", found):
@@ -125,8 +137,7 @@ def _record_attention(
             rope.rope_and_store(qkv, _meta(8192, 2, head_dim // 2, dtype=FP32), positions, positions, pool)
         prefill.prefill_attention(qkv, pool, out, starts, 0, 512, lens, tables, window)
         decode.decode_attention(qkv, pool, out, 64, lens, tables, window)
-        if not window:
-            decode.decode_attention(qkv, pool, out, 64, lens, tables[:, :32], window)
+        decode.decode_attention(qkv, pool, out, 64, lens, tables[:, :32], window)
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -207,8 +218,8 @@ def _print(rows: list[Compiled]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="compute capabilities, times ten")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="numbers of sm_ targets")
     parser.add_argument("--kernels", default=",".join(KERNELS), help="some of the default")
     parser.add_argument("--only", default="", help="variants that contain this text")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")

@@ -152,7 +152,7 @@ class Loader:
             event = reading.result()
         finally:
             reading.cancel()
-        if event is grpc.aio.EOF:
+        if not isinstance(event, pb.RunEvent):  # grpc.aio.EOF
             raise PeerLost(f"{order.target.worker_id} ended the handoff early")
         return event
 

@@ -15,8 +15,6 @@ from cluster import GOLD, Cluster, Process, fresh_salt, is_gold, prompt, wait_un
 
 FAILURES = "baton_kv_transfer_failures_total"
 REMOTE = "baton_prompt_tokens_by_source_total"
-
-
 LEASE_S = 2.0
 
 
@@ -65,6 +63,19 @@ class TestThePrefillWorkerDies:
         assert planned or reply.headers["x-baton-reason"] == "no_prefill_worker"
         cluster.wait_idle(only=["decode-0"])
         self._comes_back(cluster, d)
+
+    @pytest.mark.slow
+    def test_after_the_plan_was_made(self, cluster: Cluster, p: Process, background: ThreadPoolExecutor):
+        """1. The router plans with P; D is a second late in taking the request up.  2. P is killed meanwhile.
+        3. D finds nobody, which is a failed source; the answer is GOLD, and soon."""
+        d = cluster.ensure("decode-0", faults="decode.start=delay:1")
+        began = time.monotonic()
+        reply = background.submit(cluster.complete, prompt("story-65"), plan="disaggregated", max_tokens=4)
+        time.sleep(0.5)
+        p.kill()
+        assert is_gold(reply.result(), "story-65", 4)
+        assert time.monotonic() - began < 5
+        assert d.metric(FAILURES, reason="peer_lost") == 1
 
     @pytest.mark.parametrize("name", ["story-1000", pytest.param("story-2048", marks=pytest.mark.slow)])
     def test_during_the_handoff(

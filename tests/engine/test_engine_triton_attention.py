@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import interpreted_triton  # noqa: F401  (before every import of the kernels)
 import pytest
 import torch
-import triton_interpreter  # noqa: F401, I001  (before every import of the kernels)
 import triton_cases as cases
 from hypothesis import given, settings
 from tiny_llama import run_chunks, scattered_tables, tiny_runner
@@ -46,7 +46,9 @@ def decode_rows(case: cases.AttentionCase) -> tuple[torch.Tensor, ...]:
     return qkv, pool[:, cases.LAYER], batch.kv_lens, batch.block_tables
 
 
-def decode_of(qkv: torch.Tensor, pool: torch.Tensor, lens: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def decode_of(
+    qkv: torch.Tensor, pool: torch.Tensor, lens: torch.Tensor, tables: torch.Tensor
+) -> torch.Tensor:
     out = torch.full((len(lens), GEOMETRY.num_heads * GEOMETRY.head_dim), float("nan"))
     decode.decode_attention(qkv, pool, out, len(lens), lens, tables)
     return out

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import interpreted_triton  # noqa: F401  (before every import of the kernels)
 import pytest
 import torch
-import triton_interpreter  # noqa: F401, I001  (before every import of the kernels)
 import triton_checks as checks
 from hypothesis import given, settings
 from triton_cases import E4M3, E5M2, as_stored

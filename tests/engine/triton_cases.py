@@ -1,6 +1,6 @@
 """Random cases for the Triton kernels and what each must give, on `DEVICE`.
 
-Used by tests/engine (interpreted, after `triton_interpreter`) and by tests/gpu (compiled). Fresh memory is NaN
+Used by tests/engine (interpreted, after `interpreted_triton`) and by tests/gpu (compiled). Fresh memory is NaN
 during a check, so a number that a kernel fails to write, or reads before it is written, shows.
 """
 
@@ -115,7 +115,9 @@ class AttentionCase:
 
 
 @st.composite
-def attention_cases(draw: st.DrawFn, max_new: int = 20, max_past: int = 80, max_seqs: int = 2) -> AttentionCase:
+def attention_cases(
+    draw: st.DrawFn, max_new: int = 20, max_past: int = 80, max_seqs: int = 2
+) -> AttentionCase:
     decode = st.tuples(st.just(1), st.integers(0, max_past))
     chunk = st.tuples(st.integers(2, max_new), st.integers(0, max_past))
     one_of_each = st.tuples(decode, chunk)
@@ -123,7 +125,9 @@ def attention_cases(draw: st.DrawFn, max_new: int = 20, max_past: int = 80, max_
     chunks = [*draw(one_of_each), *draw(more)]
     window = draw(st.just(0) | st.integers(1, 48))
     q_scale = draw(st.sampled_from([0.01, 1.0, 4.0]))
-    return AttentionCase(draw(geometries()), tuple(draw(st.permutations(chunks))), window, q_scale, draw(seeds))
+    return AttentionCase(
+        draw(geometries()), tuple(draw(st.permutations(chunks))), window, q_scale, draw(seeds)
+    )
 
 
 def history(case: AttentionCase) -> tuple[Batch, torch.Tensor]:
@@ -141,12 +145,15 @@ def history(case: AttentionCase) -> tuple[Batch, torch.Tensor]:
         # Blocks that fell out of the window belong to somebody else by now.
         table[: oldest // block_size] = [unused] * (oldest // block_size)
     batch = Batch.build(
-        [Chunk([0] * new, past, table) for (new, past), table in zip(case.chunks, tables, strict=True)], block_size
+        [Chunk([0] * new, past, table) for (new, past), table in zip(case.chunks, tables, strict=True)],
+        block_size,
     )
     return batch, pool
 
 
-def expected_attention(case: AttentionCase, batch: Batch, pool: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def expected_attention(
+    case: AttentionCase, batch: Batch, pool: torch.Tensor, q: torch.Tensor
+) -> torch.Tensor:
     """The reference's answer, fp32, from the pool's numbers times their scales."""
     g = case.geometry
     twin = KVCache(KVLayout(NUM_LAYERS, g.num_kv_heads, g.head_dim, g.block_size, "fp32"), pool.shape[0])
@@ -197,4 +204,3 @@ def check_attention(case: AttentionCase) -> None:
     with poisoned():
         got = run_attention(case, batch, pool, qkv)
     close(got, want, g.dtype)
-

@@ -1,9 +1,10 @@
 """Whole blocks, or a slice of their KV heads, between the pool and one contiguous buffer.
 
-    a block of the pool     layer 0: head 0 | head 1 | ...    layer 1: head 0 | head 1 | ...
-    heads 1..1 of it                 ^^^^^^^^                          ^^^^^^^^      runs of equal length and distance
+    a block of the pool     layer 0: head 0 | head 1 | head 2    layer 1: head 0 | head 1 | head 2
+    its heads 1 and 2                         ^^^^^^^^^^^^^^^                      ^^^^^^^^^^^^^^^   runs
 
-Without a slice the runs touch and become one. Programs copy 32-bit words of one run, neighbours by neighbours.
+Runs have one length and one distance; those of whole blocks touch and are one. Neighbouring threads copy
+neighbouring 32-bit words of a run.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def gather_blocks(
 ) -> None:
     """Copy blocks `block_ids` (int32 or int64 [n]) of the pool into `buffer`, in that order.
 
-    pool [num_blocks, layers, kv heads, 2, block_size, head_dim]; buffer the same with n for num_blocks and, given
-    `heads`, len(heads) for kv heads. Both contiguous, of one dtype. Raises ValueError where shapes do not fit.
+    pool [num_blocks, layers, kv heads, 2, block_size, head_dim]; buffer the same with n for num_blocks and,
+    given `heads`, len(heads) for kv heads. Both contiguous, of one dtype. Raises ValueError for a buffer of
+    another shape and for heads that the pool does not have.
     """
     _copy(pool, block_ids, buffer, heads, to_pool=False)
 
@@ -69,7 +71,8 @@ def _copy(
         raise ValueError(f"heads {chosen} are no run of the pool's {num_kv_heads} KV heads")
     wanted = (block_ids.shape[0], num_layers, len(chosen), *pool.shape[3:])
     if tuple(buffer.shape) != wanted or buffer.dtype != pool.dtype or not buffer.is_contiguous():
-        raise ValueError(f"the buffer must be contiguous {wanted} of {pool.dtype}, got {tuple(buffer.shape)} of {buffer.dtype}")
+        given = f"{tuple(buffer.shape)} of {buffer.dtype}, strides {buffer.stride()}"
+        raise ValueError(f"the buffer must be contiguous {wanted} of {pool.dtype}, got {given}")
     words = pool[0, 0, 0].nbytes // 4
     block_words, distance = num_layers * num_kv_heads * words, num_kv_heads * words
     num_runs, run_words = num_layers, len(chosen) * words

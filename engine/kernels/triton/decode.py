@@ -1,7 +1,7 @@
 """Attention of one new token per sequence, split over the context, then reduced (Flash-Decoding).
 
-A split is a fixed range of positions, so a sequence's sums are grouped the same way whatever else is in the batch:
-its result is the same bit for bit alone and in company.
+A split is a fixed range of positions, so a sequence's sums are grouped the same way whatever else is in the
+batch: its result is the same bit for bit alone and in company, up to MAX_SPLITS * SPLIT_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.kernels.triton.tuning import decode_rows, decode_tile, interpreted, 
 
 SPLIT_TOKENS = 512
 MAX_SPLITS = 64
-"""Bounds the workspace: past MAX_SPLITS * SPLIT_TOKENS tokens of context splits grow instead of their number."""
+"""Bounds the workspace: for longer contexts the splits grow instead of their number."""
 
 SPLITS_AT_ONCE = 16
 
@@ -62,11 +62,10 @@ def decode_kernel(
     end = tl.minimum(kv_len, first + split_tokens)
     if WINDOWED:
         first = tl.maximum(first, kv_len - window)
-    full_from = (first + TOKENS - 1) // TOKENS * TOKENS
-    full_to = tl.maximum(end // TOKENS * TOKENS, full_from)
+    full_to = tl.maximum(first, end // TOKENS * TOKENS)
     acc, top, total = attend(
         q, tl.zeros((ROWS,), tl.int32) + (kv_len - 1), pool + kv_head * 2 * BLOCK_SIZE * HEAD_DIM,
-        block_tables + seq * table_stride, block_stride, first, full_from, full_to, end, window, qk_scale,
+        block_tables + seq * table_stride, block_stride, first, full_to, end, window, qk_scale,
         ROWS, TOKENS, BLOCK_SIZE, HEAD_DIM, DIM_PAD, WINDOWED, FORMAT,
     )  # fmt: skip
     row = seq.to(tl.int64) * num_q_heads + head

@@ -1,8 +1,8 @@
-"""Numbers in the pool: as torch stores them, or 8-bit floats that kernels code and decode themselves.
+"""Numbers in the pool: as torch stores them, or 8-bit floats that kernels encode and decode themselves.
 
-Both 8-bit formats are prefixes of fp16 (e5m2) or almost so (e4m3: one exponent bit less), so decoding is a shift
-that is exact on every card since Ampere; sm_80 has no e4m3 instructions. Formats: Micikevicius et al. 2022,
-"FP8 Formats for Deep Learning". A stored number stands for itself times the scale of its half of the pool.
+e5m2 is the first half of fp16 and e4m3 is that with one exponent bit less, so decoding is a shift, exact on
+every card since Ampere (sm_80 has no e4m3 instructions). Formats: Micikevicius et al. 2022, "FP8 Formats for
+Deep Learning". A stored number stands for itself times the scale given for K or for V.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 UNITS = {"plain": 1.0, "e4m3": 256.0, "e5m2": 1.0}
-"""What `load_kv` leaves to the caller's scale: decoded e4m3 is 2^(7 - 15) of its value, the exponent biases' distance."""
+"""What `load_kv` leaves to the caller's scale: e4m3 read as fp16 is off by the exponent biases, 2^(15 - 7)."""
 
 
 def stored(pool: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -31,10 +31,7 @@ def load_kv(pointers, mask, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     else:
         code = tl.load(pointers, mask) if mask is None else tl.load(pointers, mask, other=0)
         code = code.to(tl.uint16)
-        if FORMAT == "e4m3":
-            half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        else:
-            half = code << 8
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7) if FORMAT == "e4m3" else code << 8
         value = half.to(tl.float16, bitcast=True)
     if value.dtype != DTYPE:
         # By way of fp32, which the interpreter needs between the two 16-bit formats.
@@ -59,7 +56,7 @@ def _encode(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.const
     SHIFT: tl.constexpr = 23 - MANTISSA
     size = tl.minimum(tl.abs(value), LARGEST)
     bits = size.to(tl.uint32, bitcast=True)
-    # Half of the last kept place, less one bit when that place is even; a carry runs into the exponent as it should.
+    # Add half of the last kept place, a bit less if that place is even; carries run into the exponent.
     normal = (bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT
     normal -= (127 - BIAS) << MANTISSA
     # Added to this power of two, a subnormal's rounded integer is the sum's last bits.

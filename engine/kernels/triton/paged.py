@@ -1,13 +1,13 @@
 """Attention of a tile of query rows over a range of one sequence's blocks: the loop both attentions share.
 
-Online softmax in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022). All query heads of a KV head are rows of
-the same tile, so K and V are loaded once for the group.
+Online softmax in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022). All query heads of a KV head are rows
+of the same tile, so K and V are loaded once for the group.
 
-    first          full_from                 full_to        end
-      |  masked        |    every row sees all   |   masked   |
-    window's edge for some rows                causal edge for some rows
+    first                                  full_to                        end
+      |        every row sees all tokens      |   causal edge: masked      |
 
-Only tokens in [first, end) are read: what older blocks or later slots hold (NaN included) cannot reach a result.
+A sliding window has a second edge, so there every tile is masked: a third loop would spill registers. Only
+tokens in [first, end) are read: what older blocks or later slots hold, NaN included, cannot reach a result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def attend(
     table,
     block_stride,
     first,
-    full_from,
     full_to,
     end,
     window,
@@ -75,27 +74,23 @@ def attend(
     """(weighted values [ROWS, DIM_PAD], largest score, sum of weights [ROWS]) in fp32, not normalised.
 
     q [ROWS, DIM_PAD]; row i, at position positions[i], sees tokens (positions[i] - window, positions[i]].
-    `pool` points at K of one layer's KV head in block 0. Tiles start at multiples of TOKENS; full_from and
-    full_to are such multiples, full_from <= full_to. `qk_scale` includes log2(e).
+    `pool` points at K of one layer's KV head in block 0. `full_to`, and `first` unless WINDOWED, are
+    multiples of TOKENS, where tiles start. `qk_scale` includes log2(e).
     """
     acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    if WINDOWED:
+    if not WINDOWED:
         acc, top, total = _walk(
-            acc, top, total, q, positions, pool, table, block_stride, first // TOKENS * TOKENS,
-            tl.minimum(full_from, end), first, end, window, qk_scale,
-            True, TOKENS, BLOCK_SIZE, HEAD_DIM, DIM_PAD, WINDOWED, FORMAT,
+            acc, top, total, q, positions, pool, table, block_stride, first, full_to, first, end, window,
+            qk_scale, False, TOKENS, BLOCK_SIZE, HEAD_DIM, DIM_PAD, WINDOWED, FORMAT,
         )  # fmt: skip
-    acc, top, total = _walk(
-        acc, top, total, q, positions, pool, table, block_stride, full_from,
-        full_to, first, end, window, qk_scale,
-        False, TOKENS, BLOCK_SIZE, HEAD_DIM, DIM_PAD, WINDOWED, FORMAT,
-    )  # fmt: skip
+        start = full_to
+    else:
+        start = first // TOKENS * TOKENS
     return _walk(
-        acc, top, total, q, positions, pool, table, block_stride, full_to,
-        end, first, end, window, qk_scale,
-        True, TOKENS, BLOCK_SIZE, HEAD_DIM, DIM_PAD, WINDOWED, FORMAT,
+        acc, top, total, q, positions, pool, table, block_stride, start, end, first, end, window,
+        qk_scale, True, TOKENS, BLOCK_SIZE, HEAD_DIM, DIM_PAD, WINDOWED, FORMAT,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Causal attention of chunks of new tokens over their paged history.
 
-    rows of a program     token 0: heads 0 .. g-1 | token 1: heads 0 .. g-1 | ...     g query heads share a KV head
+    rows of one KV head     token 0: its g query heads | token 1: its g query heads | ...
 
-A tile is a run of these rows, cut without regard to tokens, so any group size fills it and K and V are loaded once
-for all heads of the group.
+A tile is a run of these rows, cut without regard to tokens, so any g fills it and K and V are loaded once for
+all heads of the group.
 """
 
 from __future__ import annotations
@@ -64,14 +64,13 @@ def prefill_kernel(
     past = kv_len - q_len
     earliest = past + first_row // GROUP
     latest = past + tl.minimum((first_row + ROWS - 1) // GROUP, q_len - 1)
-    first, full_from = 0, 0
+    first = 0
     if WINDOWED:
         first = tl.maximum(0, earliest - window + 1)
-        full_from = (tl.maximum(0, latest - window + 1) + TOKENS - 1) // TOKENS * TOKENS
-    full_to = tl.maximum((earliest + 1) // TOKENS * TOKENS, full_from)
+    full_to = (earliest + 1) // TOKENS * TOKENS
     acc, _, total = attend(
-        q.to(DOT), past + token, pool + kv_head * 2 * BLOCK_SIZE * HEAD_DIM, block_tables + seq * table_stride,
-        block_stride, first, full_from, full_to, latest + 1, window, qk_scale,
+        q.to(DOT), past + token, pool + kv_head * 2 * BLOCK_SIZE * HEAD_DIM,
+        block_tables + seq * table_stride, block_stride, first, full_to, latest + 1, window, qk_scale,
         ROWS, TOKENS, BLOCK_SIZE, HEAD_DIM, DIM_PAD, WINDOWED, FORMAT,
     )  # fmt: skip
     result = acc * (v_scale / total)[:, None]
@@ -94,9 +93,10 @@ def prefill_attention(
 ) -> None:
     """Fill the rows of `out` [T, heads * head_dim] that belong to sequences `first_seq` and on.
 
-    qkv [T, (heads + 2 * kv heads) * head_dim], q already rotated; layer_pool [num_blocks, kv heads, 2, block_size,
-    head_dim] with K and V of all new tokens written; q_starts int32 [S + 1], kv_lens int32 [S] and block_tables
-    int32 [S, widest] as in `Batch`; max_q_len: new tokens of the longest of these chunks.
+    qkv [T, (heads + 2 * kv heads) * head_dim], q already rotated; layer_pool [num_blocks, kv heads, 2,
+    block_size, head_dim], a block contiguous, with K and V of all new tokens written; q_starts int32 [S + 1],
+    kv_lens int32 [S] and block_tables int32 [S, widest] as in `Batch`; max_q_len: new tokens of the longest of
+    these chunks. A number in the pool counts k_scale or v_scale times (for fp8).
     `window` > 0: a token sees itself and the window - 1 tokens before it; older blocks are not read.
     """
     pool, kv_format = stored(layer_pool)

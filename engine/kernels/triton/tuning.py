@@ -1,8 +1,13 @@
-"""Tile shapes for CUDA, fixed: no request ever waits for a tuning run, and every pair is compiled ahead of time.
+"""Tile shapes for CUDA, fixed: no request waits for a tuning run, and every entry is compiled ahead of time.
 
-The tables are keyed by the head dim padded to a power of two and the bytes of the wider of compute and KV dtype.
-`benchmarks.triton_aot` compiles them for sm_80, sm_90 and sm_100 and fails on a spill. Shared memory stays below
-the 99 KiB a block may have on sm_86 and sm_89, so that no card since Ampere needs a table of its own.
+The tables are keyed by the head dim, padded to a power of two, and the kind of numbers:
+
+    half     K, V and queries of 16 bits               fp32     K and V of 32 bits
+    fp8      K and V of 8 bits, queries of 16          mixed    fp32 queries over narrower K and V
+
+`benchmarks.triton_aot` compiles them for sm_80, sm_90 and sm_100 and fails on a spill. Shared memory stays
+below the 99 KiB a block may have on sm_86 and sm_89, so that no card since Ampere needs a table of its own.
+fp32 products are exact (no tensor cores): for checking a model, not for speed.
 """
 
 from __future__ import annotations
@@ -26,29 +31,31 @@ class Tile:
 
 
 _PREFILL = {
-    (16, 2): Tile(128, 64, 4, 3),
-    (32, 2): Tile(128, 64, 4, 3),
-    (64, 2): Tile(128, 64, 4, 3),
-    (128, 2): Tile(128, 64, 8, 2),
-    (256, 2): Tile(64, 32, 8, 2),
-    (16, 4): Tile(32, 32, 4, 2),
-    (32, 4): Tile(32, 32, 4, 2),
-    (64, 4): Tile(32, 32, 4, 2),
-    (128, 4): Tile(32, 32, 8, 2),
-    (256, 4): Tile(16, 16, 8, 2),
+    (64, "half"): Tile(128, 64, 4, 2),
+    (128, "half"): Tile(128, 32, 8, 3),
+    (256, "half"): Tile(64, 32, 8, 3),
+    (64, "fp8"): Tile(128, 64, 8, 2),
+    (128, "fp8"): Tile(128, 32, 8, 2),
+    (256, "fp8"): Tile(64, 32, 8, 2),
+    (64, "fp32"): Tile(16, 16, 8, 2),
+    (128, "fp32"): Tile(16, 16, 8, 2),
+    (256, "fp32"): Tile(16, 16, 4, 2),
+    (64, "mixed"): Tile(16, 16, 8, 2),
+    (128, "mixed"): Tile(16, 16, 8, 2),
 }
 
 _DECODE = {
-    (16, 2): Tile(16, 64, 4, 3),
-    (32, 2): Tile(16, 64, 4, 3),
-    (64, 2): Tile(16, 64, 4, 3),
-    (128, 2): Tile(16, 64, 4, 2),
-    (256, 2): Tile(16, 32, 4, 2),
-    (16, 4): Tile(16, 32, 4, 2),
-    (32, 4): Tile(16, 32, 4, 2),
-    (64, 4): Tile(16, 32, 4, 2),
-    (128, 4): Tile(16, 32, 4, 2),
-    (256, 4): Tile(16, 16, 4, 2),
+    (64, "half"): Tile(16, 64, 4, 3),
+    (128, "half"): Tile(16, 64, 4, 3),
+    (256, "half"): Tile(16, 32, 4, 2),
+    (64, "fp8"): Tile(16, 64, 4, 3),
+    (128, "fp8"): Tile(16, 64, 4, 2),
+    (256, "fp8"): Tile(16, 32, 4, 2),
+    (64, "fp32"): Tile(16, 16, 4, 2),
+    (128, "fp32"): Tile(16, 16, 4, 2),
+    (256, "fp32"): Tile(16, 16, 4, 2),
+    (64, "mixed"): Tile(16, 16, 8, 2),
+    (128, "mixed"): Tile(16, 16, 8, 2),
 }
 
 _INTERPRETED = Tile(16, 16, 4, 1)
@@ -56,6 +63,9 @@ _INTERPRETED = Tile(16, 16, 4, 1)
 
 _MIN_ROWS = 16
 """The fewest query rows that fill a tensor core instruction."""
+
+_MIN_HEAD_DIM = 64
+"""Narrower heads use the same tiles; only models made for tests have them."""
 
 
 def interpreted() -> bool:
@@ -65,17 +75,17 @@ def interpreted() -> bool:
 
 def padded(head_dim: int) -> int:
     """Triton's tiles have power-of-two sides; the lanes past `head_dim` are masked."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(_MIN_HEAD_DIM, triton.next_power_of_2(head_dim))
 
 
 def prefill_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tile:
-    """Raises ValueError for head dims over 256."""
-    return _pick(_PREFILL, head_dim, max(dtype.itemsize, kv_dtype.itemsize))
+    """Raises ValueError for a pair of dtypes and a head dim that no kernel is made for."""
+    return _pick(_PREFILL, head_dim, dtype, kv_dtype)
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tile:
-    """Raises ValueError for head dims over 256."""
-    return _pick(_DECODE, head_dim, max(dtype.itemsize, kv_dtype.itemsize))
+    """Like `prefill_tile`; its `rows` is the least, see `decode_rows`."""
+    return _pick(_DECODE, head_dim, dtype, kv_dtype)
 
 
 def decode_rows(group: int) -> int:
@@ -83,11 +93,24 @@ def decode_rows(group: int) -> int:
     return max(_MIN_ROWS, triton.next_power_of_2(group))
 
 
-def _pick(table: dict[tuple[int, int], Tile], head_dim: int, itemsize: int) -> Tile:
-    key = (padded(head_dim), itemsize)
+def _pick(
+    table: dict[tuple[int, str], Tile], head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> Tile:
+    key = (padded(head_dim), _kind(dtype, kv_dtype))
     if key not in table:
-        raise ValueError(f"no Triton tile for head_dim {head_dim}; the largest is {max(table)[0]}")
+        raise ValueError(
+            f"no Triton attention for head_dim {head_dim} in {dtype} over a pool of {kv_dtype}; "
+            "the largest head_dim is 256, or 128 for fp32 over a narrower pool"
+        )
     return _INTERPRETED if interpreted() else table[key]
+
+
+def _kind(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    if kv_dtype.itemsize == 4:
+        return "fp32"
+    if dtype.itemsize == 4:
+        return "mixed"
+    return "half" if kv_dtype.itemsize == 2 else "fp8"
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -32,7 +32,7 @@ from triton.language.standard import cdiv
 from triton.runtime import interpreter
 
 if not isinstance(cdiv, interpreter.InterpretedFunction):
-    raise RuntimeError("triton was imported before triton_interpreter; import this module first")
+    raise RuntimeError("triton was imported before interpreted_triton; import this module first")
 knobs.runtime.interpret = True
 # Checks of integer overflow double the time; they guard nothing here, tensors are tiny and compiled kernels have none.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
