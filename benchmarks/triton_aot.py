@@ -1,6 +1,6 @@
 """Compiles every shipped Triton kernel for CUDA targets, without a GPU, and shows what ptxas made of it.
 
-    python -m benchmarks.triton_aot [--targets 80,90,100] [--kernels decode,prefill] [--json]
+    python -m benchmarks.triton_aot [--targets 80,90,100] [--kernels decode,prefill] [--only "dim 128"] [--json]
 
 The launches are recorded from the package's own functions, called on tensors without memory, so that what is
 compiled here is what a GPU will run. Ends with status 1 if a kernel spills registers or needs more shared
@@ -218,7 +218,7 @@ def _print(rows: list[Compiled]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels for CUDA targets.")
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="numbers of sm_ targets")
     parser.add_argument("--kernels", default=",".join(KERNELS), help="some of the default")
     parser.add_argument("--only", default="", help="variants that contain this text")

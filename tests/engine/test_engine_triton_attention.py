@@ -8,11 +8,13 @@ from pathlib import Path
 import interpreted_triton  # noqa: F401  (before every import of the kernels)
 import pytest
 import torch
-import triton_cases as cases
+import triton_attention as attention
 from hypothesis import given, settings
 from tiny_llama import run_chunks, scattered_tables, tiny_runner
+from triton_cases import E4M3, E5M2, geometries
 
 from engine.batch import Chunk
+from engine.kernels.torch_kernels import TorchKernels
 from engine.kernels.triton import decode
 from engine.kernels.triton.kernels import TritonKernels
 from engine.kernels.triton.tuning import prefill_tile
@@ -22,80 +24,40 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @settings(max_examples=200, deadline=None)
-@given(cases.attention_cases(max_new=9, max_past=50))
-def test_attention(case: cases.AttentionCase) -> None:
-    """Each case holds at least one decode and one chunk, so both kernels see it."""
-    cases.check_attention(case)
+@given(attention.attention_cases(geometries(), max_new=9, max_past=50))
+def test_attention(case: attention.AttentionCase) -> None:
+    attention.check_attention(case)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(max_examples=600, deadline=None)
-@given(cases.attention_cases(max_new=40, max_past=300, max_seqs=5))
-def test_attention_of_larger_batches(case: cases.AttentionCase) -> None:
-    cases.check_attention(case)
-
-
-GEOMETRY = cases.Geometry(2, 3, 64, 16, cases.FP32, cases.FP32)
-
-
-def decode_rows(case: cases.AttentionCase) -> tuple[torch.Tensor, ...]:
-    """qkv, one layer of the pool, kv_lens and block tables of a batch of decodes."""
-    torch.manual_seed(case.seed)
-    batch, pool = cases.history(case)
-    qkv = cases.noise(batch.num_tokens, case.geometry.qkv_width)
-    return qkv, pool[:, cases.LAYER], batch.kv_lens, batch.block_tables
-
-
-def decode_of(
-    qkv: torch.Tensor, pool: torch.Tensor, lens: torch.Tensor, tables: torch.Tensor
-) -> torch.Tensor:
-    out = torch.full((len(lens), GEOMETRY.num_heads * GEOMETRY.head_dim), float("nan"))
-    decode.decode_attention(qkv, pool, out, len(lens), lens, tables)
-    return out
-
-
-def test_a_sequence_decodes_alike_alone_and_in_company() -> None:
-    """Bit for bit: at 30 tokens one split serves it alone, six are launched beside the long one."""
-    chunks = tuple((1, past) for past in (29, 180, 63, 64, 0))
-    qkv, pool, lens, tables = decode_rows(cases.AttentionCase(GEOMETRY, chunks, 0, 1.0, 5))
-    together = decode_of(qkv, pool, lens, tables)
-    for i, length in enumerate(lens.tolist()):
-        width = -(-length // GEOMETRY.block_size)
-        alone = decode_of(qkv[i : i + 1], pool, lens[i : i + 1], tables[i : i + 1, :width].contiguous())
-        assert torch.equal(alone[0], together[i])
-
-
-@pytest.mark.parametrize("past", [10, 100])
-def test_padding_of_a_decode_batch_gives_zeros(past: int) -> None:
-    """A row without tokens, its table pointing at poison, beside a real one; split and not."""
-    case = cases.AttentionCase(GEOMETRY, ((1, past), (1, 0)), 0, 1.0, 6)
-    qkv, pool, lens, tables = decode_rows(case)
-    want = decode_of(qkv, pool, lens, tables)
-    lens[1], tables[1] = 0, pool.shape[0] - 1
-    got = decode_of(qkv, pool, lens, tables)
-    assert torch.equal(got[0], want[0])
-    assert not got[1].any()
+@given(attention.attention_cases(geometries(), max_new=40, max_past=300, max_seqs=5))
+def test_attention_of_larger_batches(case: attention.AttentionCase) -> None:
+    attention.check_attention(case)
 
 
 @pytest.mark.parametrize("window", [0, 7, 200])
 @pytest.mark.parametrize("q_scale", [1e-3, 40.0])
 def test_softmax_survives_large_scores(window: int, q_scale: float) -> None:
-    case = cases.AttentionCase(GEOMETRY, ((1, 250), (5, 120)), window, q_scale, 7)
-    cases.check_attention(case)
-    cases.check_attention(replace(case, geometry=replace(GEOMETRY, kv_dtype=cases.E4M3, k_scale=0.5)))
+    case = attention.AttentionCase(attention.GEOMETRY, ((1, 250), (5, 120)), window, q_scale, 7)
+    attention.check_attention(case)
+    fp8 = replace(attention.GEOMETRY, kv_dtype=E4M3, k_scale=0.5)
+    attention.check_attention(replace(case, geometry=fp8))
 
 
-@pytest.mark.parametrize("kv_dtype", [cases.E4M3, cases.E5M2], ids=str)
+def test_a_sequence_decodes_alike_alone_and_in_company() -> None:
+    attention.check_alike_alone_and_in_company()
+
+
+@pytest.mark.parametrize("past", [10, 100])
+def test_padding_of_a_decode_batch_gives_zeros(past: int) -> None:
+    attention.check_padding(past)
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
 def test_every_fp8_code_is_read_exactly(kv_dtype: torch.dtype) -> None:
-    """A token that sees itself alone gives back its V, times the scale."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes[~codes.view(kv_dtype).float().isfinite()] = 0
-    pool = torch.zeros(1, 1, 2, 8, 256, dtype=torch.uint8)
-    pool[0, 0, 1, 0] = codes
-    out = torch.empty(1, 256)
-    lens, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    decode.decode_attention(torch.randn(1, 768), pool.view(kv_dtype), out, 1, lens, tables, v_scale=0.5)
-    assert torch.equal(out[0], codes.view(kv_dtype).float() * 0.5)
+    attention.check_fp8_codes(kv_dtype)
 
 
 def test_splits_are_constant_until_they_would_be_too_many() -> None:
@@ -105,15 +67,14 @@ def test_splits_are_constant_until_they_would_be_too_many() -> None:
     assert decode.split_tokens_for(smallest * decode.MAX_SPLITS * 5) == 8 * smallest
 
 
-def test_a_head_dim_without_a_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_dim 512; the largest is 256"):
-        prefill_tile(512, torch.bfloat16, torch.bfloat16)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(512, torch.bfloat16), (256, torch.float32)])
+def test_shapes_without_a_tile_are_refused(head_dim: int, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"head_dim {head_dim} in {dtype}"):
+        prefill_tile(head_dim, dtype, torch.bfloat16)
 
 
 def test_a_whole_model_agrees_with_the_torch_set(tmp_path: Path) -> None:
     """Prompts, a chunk over history and decodes through every layer of a tiny Llama, in fp32."""
-    from engine.kernels.torch_kernels import TorchKernels
-
     got, want = (tiny_runner(kernels, tmp_path) for kernels in (TritonKernels(), TorchKernels()))
     a, b = scattered_tables([40, 21], 16, 128)
     steps = [

@@ -14,7 +14,7 @@ import triton.language as tl
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 UNITS = {"plain": 1.0, "e4m3": 256.0, "e5m2": 1.0}
-"""What `load_kv` leaves to the caller's scale: e4m3 read as fp16 is off by the exponent biases, 2^(15 - 7)."""
+"""What `load_kv` leaves to the caller's scale: e4m3 read as fp16 is off by the biases, 2^(15 - 7)."""
 
 
 def stored(pool: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -41,13 +41,14 @@ def load_kv(pointers, mask, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_kv(pointers, value, scale, mask, FORMAT: tl.constexpr):
-    """Write value / scale, fp32, rounded to nearest even; 8-bit formats saturate at their largest number."""
+    """Write value / scale, both fp32, rounded to nearest even; 8-bit formats saturate at their largest."""
+    value = tl.div_rn(value, scale)
     if FORMAT == "plain":
         tl.store(pointers, value.to(pointers.dtype.element_ty), mask)
     elif FORMAT == "e4m3":
-        tl.store(pointers, _encode(value / scale, 3, 7, 448.0), mask)
+        tl.store(pointers, _encode(value, 3, 7, 448.0), mask)
     else:
-        tl.store(pointers, _encode(value / scale, 2, 15, 57344.0), mask)
+        tl.store(pointers, _encode(value, 2, 15, 57344.0), mask)
 
 
 @triton.jit

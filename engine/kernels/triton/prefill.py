@@ -95,8 +95,8 @@ def prefill_attention(
 
     qkv [T, (heads + 2 * kv heads) * head_dim], q already rotated; layer_pool [num_blocks, kv heads, 2,
     block_size, head_dim], a block contiguous, with K and V of all new tokens written; q_starts int32 [S + 1],
-    kv_lens int32 [S] and block_tables int32 [S, widest] as in `Batch`; max_q_len: new tokens of the longest of
-    these chunks. A number in the pool counts k_scale or v_scale times (for fp8).
+    kv_lens int32 [S] and block_tables int32 [S, widest] as in `Batch`; max_q_len: new tokens of the longest
+    of these chunks. A number in the pool counts k_scale or v_scale times (for fp8).
     `window` > 0: a token sees itself and the window - 1 tokens before it; older blocks are not read.
     """
     pool, kv_format = stored(layer_pool)

@@ -75,8 +75,8 @@ def rope_and_store(
 
     qkv [T, (heads + 2 * kv heads) * head_dim] contiguous; rope fp32 [positions, 2, head_dim / 2], cosines
     then sines; positions and slots int64 [T]; layer_pool [num_blocks, kv heads, 2, block_size, head_dim], a
-    block contiguous. An fp8 pool is given k / k_scale and v / v_scale; for others the scales must be 1. A row
-    whose slot is negative (padding of a captured graph) stores nothing.
+    block contiguous, is given k / k_scale and v / v_scale (for fp8). A row whose slot is negative (padding of
+    a captured graph) stores nothing.
     """
     pool, kv_format = stored(layer_pool)
     _, num_kv_heads, _, block_size, head_dim = pool.shape
