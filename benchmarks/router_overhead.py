@@ -18,7 +18,8 @@ import httpx
 
 from benchmarks.workers import Session, start_workers
 from core.settings import Settings
-from services.children import Child, child_flags, free_port
+from services.address import free_port
+from services.children import Child, child_flags
 
 
 async def measure(requests: int) -> None:

@@ -15,7 +15,8 @@ import grpc
 
 from core.request import Gathered, PrefillTarget, Request, SamplingParams
 from core.settings import Settings
-from services.children import Child, child_flags, free_port
+from services.address import free_port
+from services.children import Child, child_flags
 from services.worker.cpu import format_cores, split_cores
 from wire import channel, codec
 from wire.v1 import generation_pb2 as pb
@@ -44,7 +45,8 @@ def start_workers(stack: ExitStack, roles: Sequence[str], settings: Settings) ->
     deadline = time.monotonic() + 120
     while not all(child.probe() and child.ready for child in children):
         if time.monotonic() > deadline or any(child.exit_status() is not None for child in children):
-            raise SystemExit("a worker did not become ready; see its log above")
+            why = "; ".join(child.last_words for child in children if child.last_words)
+            raise SystemExit(f"a worker did not become ready: {why or 'see its log above'}")
         time.sleep(0.1)
     return children
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-HASH_NBYTES = 32
-
 
 def _root(namespace: bytes, cache_salt: str) -> bytes:
     salt = cache_salt.encode()

@@ -17,14 +17,17 @@ def configure(level: str, form: str = "auto", **bound: str) -> None:
     `form`: "json", "console", or "auto" = console where stderr is a terminal.
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
-    renderer = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    rendered = (
+        [structlog.dev.ConsoleRenderer()]  # formats exceptions itself
+        if console
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
+            *rendered,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

@@ -50,7 +50,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """The best token always: also below 1e-5, where logits / temperature would leave fp32's range."""
+        return self.temperature < 1e-5
 
     @property
     def has_penalties(self) -> bool:
@@ -59,11 +60,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTarget:
-    """The prefill worker that a plan names: where it listens and which life of it is meant."""
+    """The prefill worker that a plan names: where it listens and which life of it is meant.
+
+    `min_tokens`: fewer missing tokens than this are not worth asking it for; the decode worker alone
+    knows what its own pool holds.
+    """
 
     worker_id: str
     address: str
     incarnation: str
+    min_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

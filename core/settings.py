@@ -63,10 +63,9 @@ class Settings(BaseModel):
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
 
     # workers
-    role: Literal["prefill", "decode"] = Field("decode", description="pool this worker advertises")
-    worker_id: str = Field("", description="stable name of a worker; empty = role and port")
+    worker_id: str = Field("", description="unique name of a worker; empty = its role and address")
     listen: str = Field("127.0.0.1:0", description="host:port of a worker's gRPC server; port 0 = any")
-    advertise: str = Field("", description="host:port others reach it at; empty = the listening one")
+    advertise: str = Field("", description="host:port others reach it at; empty = --listen")
     probe_port: int = Field(0, ge=0, le=65535, description="HTTP port of /health /ready /metrics; 0 = any")
     cpu_threads: int | None = Field(None, ge=1, description="compute threads; default: cores of the affinity")
     cpu_affinity: str = Field("", description="cores such as 0,2-3; empty = all this process may use")

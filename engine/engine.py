@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ from engine.step import Chunk, StepPlan
 
 _log = log.get("engine")
 
+_Work = TypeVar("_Work")
+
 
 class Runner(Protocol):
     """What the engine needs of a model: see `engine.runner.ModelRunner`."""
@@ -63,13 +65,17 @@ class Engine:
         self.decode_step_s = 0.0
 
     def handle(self, command: Command) -> None:
-        """Apply one command; what follows from it is emitted at once or with the next step."""
-        scheduler, failed = self.scheduler, None
+        """Apply one command; what follows from it is emitted at once or with the next step.
+
+        Add and AddPrefill never raise, they are answered by Failed. When another command raises, the
+        books can no longer be trusted.
+        """
+        scheduler = self.scheduler
         match command:
             case Add(request):
-                failed = scheduler.add(request)
+                self._take_up(request.request_id, scheduler.add, request)
             case AddPrefill(job):
-                failed = scheduler.add_prefill(job)
+                self._take_up(job.job_id, scheduler.add_prefill, job)
             case Abort(request_id, index):
                 scheduler.abort(request_id, index)
                 if index is None:
@@ -80,11 +86,19 @@ class Engine:
                 scheduler.load_finished(request_id, report)
             case Quiet(block_ids):
                 scheduler.pool.quiet(block_ids)
-        if failed:
-            self._emit([failed])
+
+    def fail_all(self, error: BatonError, also: Iterable[str] = ()) -> None:
+        """Emit Failed for every request and job that is open here, and for those in `also`.
+
+        Changes no books: call it when they are broken and the engine will not step again.
+        """
+        self._emit([Failed(i, error) for i in dict.fromkeys([*self.scheduler.open_ids(), *also])])
 
     def step(self) -> bool:
-        """Run one step; False when there was nothing to compute."""
+        """Run one step; False when there was nothing to compute.
+
+        A model or sampler that raises ends the step's requests only; everything else is raised.
+        """
         plan = self.scheduler.schedule()
         if plan.events:
             self._emit(plan.events)
@@ -125,6 +139,17 @@ class Engine:
             hash_mismatches=s.num_hash_mismatches,
         )
 
+    def _take_up(self, request_id: str, add: Callable[[_Work], Failed | None], work: _Work) -> None:
+        try:
+            failed = add(work)
+        except Exception as error:  # it was not queued: whatever is wrong with it hits nobody else
+            self.step_failures += 1
+            _log.error("engine.add_failed", request_id=request_id, exc_info=error)
+            reason = f"the engine could not take up the request ({type(error).__name__}); check its values"
+            failed = Failed(request_id, EngineFault(reason))
+        if failed:
+            self._emit([failed])
+
     # ---- run
 
     def _run(self, plan: StepPlan) -> torch.Tensor:
@@ -157,16 +182,13 @@ class Engine:
                 row += chunk.count
             elif chunk.sample:
                 row += 1
-            if chunk.sample and seq.sampling.max_tokens > 0:
+            if chunk.sample:
                 draws += [Draw(row - 1, seq, i) for i in self._indices(seq)]
         chosen = sampler.sample(logits, draws)
         for chunk in plan.chunks:
             events += self.scheduler.computed(chunk, now)
         at = 0
         for seq in (chunk.seq for chunk in plan.chunks if chunk.sample):
-            if seq.sampling.max_tokens == 0:
-                events += self._finish_empty(seq, now)
-                continue
             first = seq.num_output == 0
             for choice in self.scheduler.fork(seq):
                 token_id, logprob = chosen[at]
@@ -204,25 +226,6 @@ class Engine:
             gathered,
             prompt,
         )
-
-    def _finish_empty(self, seq: Seq, now: float) -> list[Event]:
-        """max_tokens 0: the client wanted only its prompt's log probabilities."""
-        assert seq.request is not None
-        gathered, prompt = self._gathered(seq, now), self._take_prompt_logprobs(seq)
-        events: list[Event] = []
-        for choice in self.scheduler.fork(seq):
-            first = choice is seq
-            events.append(
-                TokenDelta(
-                    seq.request.request_id,
-                    choice.index,
-                    finish_reason=FinishReason.LENGTH,
-                    gathered=gathered if first else None,
-                    prompt_logprobs=prompt if first else (),
-                )
-            )
-            self.scheduler.finish(choice)
-        return events
 
     def _gathered(self, seq: Seq, now: float) -> Gathered:
         assert seq.request is not None
@@ -274,7 +277,7 @@ class Engine:
         known = error if isinstance(error, BatonError) else None
         failed: dict[str, Event] = {}
         for chunk in plan.chunks:
-            request_id = chunk.seq.request.request_id if chunk.seq.request else chunk.seq.seq_id
+            request_id = chunk.seq.request_id
             fault = known or EngineFault(f"the engine failed in a step ({type(error).__name__}); try again")
             failed[request_id] = Failed(request_id, fault)
             self.scheduler.abort(request_id)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 from core import log
 from core.clock import Clock, monotonic
+from core.errors import EngineFault
 from engine.engine import Engine
-from engine.messages import Command, EngineStats
+from engine.messages import Add, AddPrefill, Command, EngineStats
 
 _log = log.get("engine")
 
@@ -19,7 +19,12 @@ IDLE_TURN_S = 0.5
 
 
 class EngineLoop:
-    """Runs one engine on a thread of its own; `submit` may be called from any thread."""
+    """Runs one engine on a thread of its own; `submit` may be called from any thread.
+
+    The command queue has no limit of its own and needs none: every turn empties it, and what can
+    gather in one step is bounded by the open requests (an Add and a few aborts and load reports
+    each). Of those the router's admission and the prefill worker's leases allow a fixed number.
+    """
 
     def __init__(self, engine: Engine, clock: Clock = monotonic) -> None:
         self._engine, self._clock = engine, clock
@@ -28,6 +33,7 @@ class EngineLoop:
         self._stats = engine.stats()
         self._turned_at = clock()
         self._changed: Callable[[], None] = lambda: None
+        self._failed = False
 
     def start(self, changed: Callable[[], None] | None = None) -> None:
         """Begin; `changed` is called on the engine's thread after each turn that changed the stats."""
@@ -35,6 +41,7 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, *commands: Command) -> None:
+        """Queue commands for the next turn; never blocks. Once `failed`, nobody answers them."""
         for command in commands:
             self._commands.put(command)
 
@@ -54,7 +61,22 @@ class EngineLoop:
         """Seconds since the loop last turned; grows without bound when a step hangs."""
         return self._clock() - self._turned_at
 
+    @property
+    def failed(self) -> bool:
+        """The loop broke outside a step's model run and has ended; only a new process helps.
+
+        Turns true after Failed was emitted for everything open, and never back.
+        """
+        return self._failed
+
     def _run(self) -> None:
+        try:
+            self._turn_until_stopped()
+        except Exception as error:  # the books may be wrong: going on could mix up requests
+            _log.error("engine.failed", exc_info=error)
+            self._give_up(error)
+
+    def _turn_until_stopped(self) -> None:
         busy = False
         while self._drain(block=not busy):
             busy = self._engine.step()
@@ -64,6 +86,13 @@ class EngineLoop:
                 self._stats = stats
                 self._changed()
 
+    def _give_up(self, error: Exception) -> None:
+        fault = EngineFault(f"the engine of this worker broke ({type(error).__name__}); try again")
+        try:
+            self._engine.fail_all(fault, self._not_taken_up())
+        finally:
+            self._failed = True
+
     def _drain(self, *, block: bool) -> bool:
         """Apply all waiting commands; False when asked to stop."""
         try:
@@ -71,20 +100,18 @@ class EngineLoop:
             while True:
                 if command is None:
                     return False
-                self._apply(command)
+                self._engine.handle(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             return True
 
-    def _apply(self, command: Command) -> None:
-        try:
-            self._engine.handle(command)
-        except Exception as error:  # one bad command must not end the engine for everybody
-            self._engine.step_failures += 1
-            _log.error("engine.command_failed", command=type(command).__name__, exc_info=error)
-
-
-def idle(stats: EngineStats) -> bool:
-    """Nothing runs, waits, loads or is held, and every block is free."""
-    at_rest = replace(stats, running=0, waiting=0, loading=0, held=0) == stats
-    return at_rest and stats.free_blocks == stats.total_blocks
+    def _not_taken_up(self) -> list[str]:
+        """Ids of requests and jobs that still lie in the queue; empties it."""
+        ids: list[str] = []
+        while not self._commands.empty():
+            match self._commands.get():
+                case Add(request):
+                    ids.append(request.request_id)
+                case AddPrefill(job):
+                    ids.append(job.job_id)
+        return ids

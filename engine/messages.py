@@ -98,7 +98,6 @@ class LoadCancelled:
 class JobStarted:
     job_id: str
     cached_blocks: int
-    queue_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ cache), it waits at the head of the queue and later continues as if it had never
 
 from __future__ import annotations
 
-from core.blocks import BlockHasher, num_blocks_for, num_shareable_blocks
+from core.blocks import BlockHasher, num_shareable_blocks
 from core.clock import Clock, monotonic
-from core.errors import ContextLengthExceeded, Overloaded
+from core.errors import BatonError, ContextLengthExceeded, Overloaded
 from core.request import Request
 from engine.block_pool import BlockPool, NoFreeBlocks
 from engine.budget import share_budget
@@ -34,6 +34,9 @@ from engine.step import Chunk, Limits, StepPlan
 
 MAX_PASSED_OVER = 32
 """How often later arrivals may be admitted before a request that does not fit yet."""
+
+MAX_MISFITS = 8
+"""How many requests that do not fit one step looks at; a look-up compares a whole prompt."""
 
 
 class Scheduler:
@@ -55,18 +58,10 @@ class Scheduler:
 
     def add(self, request: Request) -> Failed | None:
         """Queue a request, or say why not: it can never fit, or the queue is full."""
-        size, prompt = self.limits.block_size, len(request.prompt_token_ids)
-        capacity = self.pool.num_blocks * size
-        if prompt + max(1, request.sampling.max_tokens) > capacity:
-            return Failed(
-                request.request_id,
-                ContextLengthExceeded(
-                    f"prompt ({prompt} tokens) and max_tokens ({request.sampling.max_tokens}) exceed the "
-                    f"KV pool of {capacity} tokens; shorten the prompt or lower max_tokens"
-                ),
-            )
-        if failed := self._busy(request.request_id):
-            return failed
+        prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
+        what = f"prompt ({prompt} tokens) and max_tokens ({answer})"
+        if error := self._too_long(prompt + answer, what) or self._busy():
+            return Failed(request.request_id, error)
         seq = self._new(f"{request.request_id}/0", request.prompt_token_ids, request.cache_salt)
         seq.request = request
         seq.wants_remote = request.prefill is not None and not request.sampling.prompt_logprobs
@@ -77,16 +72,9 @@ class Scheduler:
 
     def add_prefill(self, job: PrefillJob) -> Failed | None:
         """Queue a prefill job, or say why not."""
-        num_blocks = num_blocks_for(len(job.token_ids), self.limits.block_size)
-        if num_blocks > self.pool.num_blocks:
-            return Failed(
-                job.job_id,
-                ContextLengthExceeded(
-                    f"the prompt needs {num_blocks} blocks, this prefill worker has {self.pool.num_blocks}"
-                ),
-            )
-        if failed := self._busy(job.job_id):
-            return failed
+        length = len(job.token_ids)
+        if error := self._too_long(length, f"the prompt's {length} tokens") or self._busy():
+            return Failed(job.job_id, error)
         self.waiting.append(self._new(job.job_id, job.token_ids, job.cache_salt))
         return None
 
@@ -179,6 +167,11 @@ class Scheduler:
     def is_live(self, request_id: str) -> bool:
         return bool(self._of(request_id, None)) or request_id in self.held
 
+    def open_ids(self) -> list[str]:
+        """Ids of all requests and jobs that still expect an answer or hold blocks for a peer."""
+        everything = [*self.waiting, *self.loading.values(), *self.running, *self.held.values()]
+        return list(dict.fromkeys(seq.request_id for seq in everything if not seq.aborted))
+
     # ---- admission
 
     def _admit(self, plan: StepPlan, now: float) -> None:
@@ -187,6 +180,8 @@ class Scheduler:
         for seq in list(self.waiting):
             active = len(self.running) + len(self.loading)
             if active and active + seq.width > self.limits.max_num_seqs:
+                break
+            if self.pool.num_free <= self._growth() or len(blocked) == MAX_MISFITS:
                 break
             if self._admit_one(seq, plan, now):
                 for other in blocked:
@@ -198,9 +193,7 @@ class Scheduler:
 
     def _admit_one(self, seq: Sequence, plan: StepPlan, now: float) -> bool:
         cached = self._pager.lookup(seq)
-        # Every running sequence may want its next block soon.
-        growth = sum(not other.is_prefill_job for other in self.running)
-        if not self._pager.fits(seq, cached, spare=growth):
+        if not self._pager.fits(seq, cached, spare=self._growth()):
             return False
         self._pager.reserve(seq, cached)
         self.waiting.remove(seq)
@@ -208,16 +201,22 @@ class Scheduler:
             self.num_queried += len(seq.tokens)
             self.num_hit += seq.num_computed
         if seq.first_scheduled_s is None:
-            seq.first_scheduled_s, seq.num_cached = now, seq.num_computed
+            seq.first_scheduled_s = now
+        if seq.num_output == 0:
+            seq.num_cached = seq.num_computed
         if seq.is_prefill_job:
             self._start_job(seq, plan, now)
         elif not self._order_load(seq, plan, len(cached)):
             self._run(seq)
         return True
 
+    def _growth(self) -> int:
+        """Blocks to leave free: every running sequence that generates may want its next one soon."""
+        return sum(not seq.is_prefill_job for seq in self.running)
+
     def _start_job(self, seq: Sequence, plan: StepPlan, now: float) -> None:
         cached_blocks = seq.num_computed // self.limits.block_size
-        plan.events.append(JobStarted(seq.seq_id, cached_blocks, now - seq.arrived_s))
+        plan.events.append(JobStarted(seq.seq_id, cached_blocks))
         plan.events += self._publish(seq, now)
         if seq.num_to_compute:
             self._run(seq)
@@ -231,7 +230,7 @@ class Scheduler:
         seq.wants_remote = False  # asked once; after a preemption the rest is computed here
         num_full = num_shareable_blocks(seq.num_prompt, size)
         missing = num_full - num_cached
-        if missing <= 0 or missing * size < self.limits.min_remote_tokens:
+        if missing <= 0 or missing * size < request.prefill.min_tokens:
             return False
         seq.state = State.LOADING
         self.loading[request.request_id] = seq
@@ -272,6 +271,8 @@ class Scheduler:
 
     def _wait(self, seq: Sequence) -> None:
         self._pager.give_back(seq)
+        if seq.num_output == 0:  # where its prompt's KV comes from is decided anew
+            seq.num_cached = seq.num_remote = 0
         seq.state = State.WAITING
         self._insert(self.waiting, seq)
 
@@ -291,12 +292,19 @@ class Scheduler:
 
     # ---- small helpers
 
-    def _busy(self, request_id: str) -> Failed | None:
+    def _too_long(self, num_tokens: int, what: str) -> BatonError | None:
+        """The rope table ends at max_model_len, and what exceeds an empty pool would wait for ever."""
+        capacity = self.pool.num_blocks * self.limits.block_size
+        for room, limit in ((self.limits.max_model_len, "context"), (capacity, "KV pool")):
+            if num_tokens > room:
+                advice = "shorten the prompt or lower max_tokens"
+                return ContextLengthExceeded(f"{what} exceed this worker's {limit} of {room} tokens; {advice}")
+        return None
+
+    def _busy(self) -> BatonError | None:
         if len(self.waiting) < self.limits.max_waiting:
             return None
-        return Failed(
-            request_id, Overloaded(f"{len(self.waiting)} requests are waiting here; try again later")
-        )
+        return Overloaded(f"{len(self.waiting)} requests are waiting here; try again later")
 
     def _new(self, seq_id: str, token_ids: tuple[int, ...], cache_salt: str) -> Sequence:
         hasher = BlockHasher(self._namespace, cache_salt, self.limits.block_size)
@@ -313,7 +321,7 @@ class Scheduler:
         return [
             s
             for s in everything
-            if (s.request.request_id if s.request else s.seq_id) == request_id
+            if s.request_id == request_id
             and (index is None or (s.index == index and s.width == 1))
         ]
 

@@ -58,8 +58,12 @@ class Sequence:
     num_remote: int = 0
     wants_remote: bool = False
     aborted: bool = False
-    num_emitted: int = 0
     penalties: object | None = None
+
+    @property
+    def request_id(self) -> str:
+        """What commands and events call it: the request's id, or the job's."""
+        return self.request.request_id if self.request else self.seq_id
 
     @property
     def sampling(self) -> SamplingParams:

@@ -32,7 +32,7 @@ class Limits:
     """What one worker may take on."""
 
     block_size: int
+    max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int
-    min_remote_tokens: int

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from core.errors import IncompatiblePeer, PeerLost
 from core.kv import Fingerprint
-from kvtransfer.transport import PeerPool
 
 
 def check(ours: Fingerprint, theirs: Fingerprint) -> None:
@@ -19,31 +19,32 @@ def check(ours: Fingerprint, theirs: Fingerprint) -> None:
         raise IncompatiblePeer(*difference)
 
 
+Peer = TypeVar("Peer")
+
+
 @dataclass(slots=True)
-class _Entry:
+class _Entry(Generic[Peer]):
     order: int
-    pool: asyncio.Task[PeerPool]
+    pool: asyncio.Task[Peer]
 
 
-class PeerBook:
-    """Connected pools by (worker id, incarnation), at most `limit`; the least recently used goes first.
+class PeerBook(Generic[Peer]):
+    """Connected peers by (worker id, incarnation), at most `limit`; the least recently used goes first.
 
-    A worker's new incarnation replaces its older ones. `retire` takes pools that are no longer
-    wanted and must close them once no read of theirs is in flight (`Puller.retire`). Event loop only.
+    A worker's new incarnation replaces its older ones. `retire` takes peers that are no longer
+    wanted and must close their pools once no read of theirs is in flight (`Puller.retire`). Event loop only.
     """
 
-    def __init__(self, retire: Callable[[PeerPool], None], limit: int = 64) -> None:
+    def __init__(self, retire: Callable[[Peer], None], limit: int = 64) -> None:
         self._retire = retire
         self._limit = limit
         self._order = itertools.count()
-        self._entries: dict[tuple[str, str], _Entry] = {}
+        self._entries: dict[tuple[str, str], _Entry[Peer]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    async def get(
-        self, worker_id: str, incarnation: str, connect: Callable[[], Awaitable[PeerPool]]
-    ) -> PeerPool:
+    async def get(self, worker_id: str, incarnation: str, connect: Callable[[], Awaitable[Peer]]) -> Peer:
         """The connected pool; `connect` runs once for all who wait, and again after it failed.
 
         Raises what `connect` raises. A caller that is cancelled does not disturb the others.
@@ -67,7 +68,7 @@ class PeerBook:
         for key in list(self._entries):
             self._drop(key)
 
-    async def _connect(self, key: tuple[str, str], connect: Callable[[], Awaitable[PeerPool]]) -> PeerPool:
+    async def _connect(self, key: tuple[str, str], connect: Callable[[], Awaitable[Peer]]) -> Peer:
         task = asyncio.current_task()
         try:
             pool = await connect()
@@ -94,7 +95,7 @@ class PeerBook:
             self._retire(entry.pool.result())
 
 
-def _retrieve(task: asyncio.Task[PeerPool]) -> None:
+def _retrieve(task: asyncio.Task[Peer]) -> None:
     """Look at the outcome, so that asyncio does not report it when every waiter has left."""
     if not task.cancelled():
         task.exception()

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,15 @@ class NixlTransport:
         return agent
 
 
+@dataclass(eq=False, slots=True)
+class _Read:
+    """One READ in flight; `error` says how it ended badly."""
+
+    handle: Any
+    ended: bool = False
+    error: PeerLost | None = None
+
+
 class NixlPool:
     """A connected agent's blocks. All calls but `give_up` take the transport's lock."""
 
@@ -149,7 +159,7 @@ class NixlPool:
         self._agent = agent
         self._peer = peer
         self._closed = False
-        self._pending: list[Any] = []
+        self._pending: list[_Read] = []  # posted and not ended, also while `read` waits for one
         ours = _descriptors(region.address, region.num_blocks, region.block_nbytes, transport.device)
         theirs = _descriptors(peer.address, peer.num_blocks, peer.block_nbytes, peer.device)
         self._ours: Any = agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, transport.memory)
@@ -165,16 +175,17 @@ class NixlPool:
             self._drain()
             if self._pending:
                 raise PeerLost(f"an earlier read from {self._peer.agent} is still in flight")
-            handle, ended = self._post(remote_ids, local_ids)
+            read = self._post(remote_ids, local_ids)
         pause, longest = _POLL_S
-        while not ended and time.monotonic() < deadline:
+        while not read.ended and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, longest)
             with self._transport.lock:
-                ended = self._ended(handle)
-        if not ended:
-            self._pending.append(handle)
+                self._look(read)
+        if not read.ended:
             raise ReadPending(f"{self._peer.agent} did not deliver within {timeout_s:g} s")
+        if read.error:
+            raise read.error
 
     def drain(self) -> bool:
         with self._transport.lock:
@@ -198,7 +209,7 @@ class NixlPool:
         self._ours = self._theirs = None
         self._transport.forget(self._peer.agent)
 
-    def _post(self, remote_ids: Sequence[int], local_ids: Sequence[int]) -> tuple[Any, bool]:
+    def _post(self, remote_ids: Sequence[int], local_ids: Sequence[int]) -> _Read:
         ours, theirs = np.asarray(local_ids, np.int32), np.asarray(remote_ids, np.int32)
         handle = None
         try:
@@ -207,34 +218,33 @@ class NixlPool:
         except Exception as error:
             self._release(handle)
             raise self._lost(error) from error
-        return handle, self._settled(handle, state)
+        read = _Read(handle)
+        self._pending.append(read)
+        self._note(read, state)
+        return read
 
-    def _ended(self, handle: Any) -> bool:
-        """Whether the read is done; raises PeerLost when it failed."""
+    def _look(self, read: _Read) -> None:
+        """Ask NIXL how the read fares; whoever sees its end first, records it."""
+        if read.ended:
+            return
         try:
-            state = self._agent.check_xfer_state(handle)
+            state = self._agent.check_xfer_state(read.handle)
         except Exception as error:
-            self._release(handle)
-            raise self._lost(error) from error
-        return self._settled(handle, state)
+            state, read.error = "ERR", self._lost(error)
+        self._note(read, state)
 
-    def _settled(self, handle: Any, state: str) -> bool:
+    def _note(self, read: _Read, state: str) -> None:
         if state == "PROC":
-            return False
-        self._release(handle)
+            return
         if state != "DONE":
-            raise self._lost(f"transfer state {state}")
-        return True
+            read.error = read.error or self._lost(f"transfer state {state}")
+        read.ended = True
+        self._pending.remove(read)
+        self._release(read.handle)
 
     def _drain(self) -> None:
-        running = []
-        for handle in self._pending:
-            try:
-                if not self._ended(handle):
-                    running.append(handle)
-            except PeerLost as error:
-                log.debug("nixl.drained", peer=self._peer.agent, outcome=error.message)
-        self._pending = running
+        for read in list(self._pending):
+            self._look(read)
 
     def _release(self, handle: Any) -> None:
         """Free an ended transfer's handle; NIXL keeps and retries what it cannot free."""

@@ -122,13 +122,15 @@ class Puller:
         else:
             pool.close()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the thread after the running read; queued pulls fail with PeerLost.
+    def stop(self) -> None:
+        """Take no more pulls; the thread ends after the running read, queued pulls fail. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            self._queue.put(None)
 
-        Blocks up to `timeout_s` (call it off the loop where that matters). Idempotent.
-        """
-        self._closing = True
-        self._queue.put(None)
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop and wait for the thread, at most `timeout_s`. Off the loop only after `stop` on it."""
+        self.stop()
         self._thread.join(timeout_s)
 
     # Transfer thread.

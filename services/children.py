@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,34 +13,22 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
+from collections.abc import Mapping
 
-from core.settings import Settings
+from core.settings import ENV_PREFIX, Settings
+
+SENTENCE = "baton: "
+"""How a line begins that says, to a person, why a process gives up."""
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def port_is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
 def child_flags(settings: Settings, **own: object) -> list[str]:
     """Command-line flags that give a child these settings with its own values on top.
 
-    The API key is left out: it would show in the process list (see `Child.start`).
+    Defaults are left out, so they hold only with `child_environment`. The API key is left out too: it
+    would show in the process list.
     """
     given = {
         name: value
@@ -58,12 +45,23 @@ def child_flags(settings: Settings, **own: object) -> list[str]:
     return flags
 
 
+def child_environment(environ: Mapping[str, str], api_key: str = "") -> dict[str, str]:
+    """`environ` without its settings, so that a child's flags alone decide; `api_key` is added."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+    return kept | ({f"{ENV_PREFIX}API_KEY": api_key} if api_key else {})
+
+
 class Child:
-    """One process and its readiness probe."""
+    """One process and its readiness probe.
+
+    Its log is passed on line by line. The sentence with which it gives up is kept as `last_words`,
+    for whoever reports its end.
+    """
 
     def __init__(self, name: str, arguments: list[str], probe_url: str, address: str = "") -> None:
         self.name, self.address = name, address
         self.given_up = self.ready = False
+        self.last_words = ""
         self.body: dict[str, object] = {}
         self._arguments, self._probe_url = arguments, probe_url
         self._process: subprocess.Popen[str] | None = None
@@ -75,7 +73,7 @@ class Child:
         return self._process.pid if self._process else 0
 
     def start(self, api_key: str = "") -> None:
-        self.ready = False
+        self.ready, self.last_words = False, ""
         self._starts.append(time.monotonic())
         self._process = subprocess.Popen(
             [sys.executable, "-m", "services.cli", *self._arguments],
@@ -85,7 +83,7 @@ class Child:
             errors="replace",
             start_new_session=True,
             preexec_fn=_die_with_parent,
-            env=os.environ | ({"BATON_API_KEY": api_key} if api_key else {}),
+            env=child_environment(os.environ, api_key),
         )
         self._forwarder = threading.Thread(target=self._forward, args=(self._process,), daemon=True)
         self._forwarder.start()
@@ -129,7 +127,7 @@ class Child:
         self.flush()
 
     def flush(self) -> None:
-        """Let the last lines of a process that ended come through."""
+        """Let the last lines of a process that ended come through, `last_words` among them."""
         if self._forwarder:
             self._forwarder.join(1.0)
 
@@ -137,20 +135,14 @@ class Child:
         if self._process and self._process.poll() is None:
             self._process.send_signal(number)
 
-    @staticmethod
-    def _forward(process: subprocess.Popen[str]) -> None:
-        """Pass the child's log on; a sentence that several children say is said once."""
+    def _forward(self, process: subprocess.Popen[str]) -> None:
         assert process.stderr
         for line in process.stderr:
-            if line.startswith("baton: "):
-                if line in _said:
-                    continue
-                _said.add(line)
-            sys.stderr.write(line)
-            sys.stderr.flush()
-
-
-_said: set[str] = set()
+            if line.startswith(SENTENCE):
+                self.last_words = line.removeprefix(SENTENCE).rstrip()
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
 
 def _die_with_parent() -> None:

@@ -61,8 +61,7 @@ def _run(command: str, settings: Settings, origins: dict[str, Origin]) -> int:
             from services.prefill.service import attach as attach_prefill
             from services.worker.process import run as run_worker
 
-            role = settings.model_copy(update={"role": command})
-            return run_worker(role, (attach_prefill, attach_decode))
+            return run_worker(settings, command, (attach_prefill, attach_decode))
         case "config":
             for name, origin in sorted(origins.items()):
                 shown = "***" if name == "api_key" and origin.value else origin.value

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from checkpoint.open import open_checkpoint
 from core.errors import ConfigError
 from core.settings import Settings
-from services.children import Child, child_flags, free_port, port_is_free
+from services import address
+from services.children import SENTENCE, Child, child_flags
 from services.summary import show_summary
 from services.worker.cpu import format_cores, parse_cores, split_cores
 
@@ -40,10 +41,9 @@ class _Launcher:
         self._settings = settings
         self._console = Console(stderr=True)
         self._stopping = 0
-        port = settings.port or free_port(settings.host)
-        if not port_is_free(settings.host, port):
-            raise ConfigError(f"{settings.host}:{port} is in use; choose another port with --port")
-        self._url = f"http://{'127.0.0.1' if settings.host == '0.0.0.0' else settings.host}:{port}"
+        with address.bind(settings.host, settings.port) as listener:
+            port = listener.getsockname()[1]
+        self._url = f"http://{address.join(address.reachable(settings.host), port)}"
         self._workers = self._make_workers()
         addresses = ",".join(worker.address for worker in self._workers)
         router = child_flags(settings, discovery=f"static://{addresses}", port=port)
@@ -77,11 +77,12 @@ class _Launcher:
         workers = []
         for i, (role, share) in enumerate(zip(roles, split_cores(cores, len(roles)), strict=True)):
             name = f"{role}-{i if role == 'prefill' else i - s.prefill}"
-            port, probe_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+            port, probe_port = address.free_port("127.0.0.1"), address.free_port("127.0.0.1")
             flags = child_flags(
                 s,
                 worker_id=name,
                 listen=f"127.0.0.1:{port}",
+                advertise="",
                 probe_port=probe_port,
                 cpu_affinity=format_cores(share),
             )
@@ -98,10 +99,7 @@ class _Launcher:
             while not self._stopping:
                 for child in self._children:
                     if (status := child.exit_status()) is not None:
-                        child.flush()
-                        self._say(
-                            f"{child.name} ended with status {status} while starting; stopping the rest"
-                        )
+                        self._say(_why_not_started(child, status))
                         return status if status > 0 else 1
                     body = child.probe()
                     progress.update(
@@ -126,15 +124,13 @@ class _Launcher:
                 status = child.exit_status()
                 if status is None or child.given_up:
                     continue
-                how = f"signal {-status}" if status < 0 else f"status {status}"
+                died = f"{child.name} (pid {child.pid}) died with {_ending(child, status)}"
                 if self._settings.restart_workers and child.restarts_within(60.0) < RESTARTS_PER_MINUTE:
-                    self._say(f"{child.name} (pid {child.pid}) died with {how}; starting it again")
+                    self._say(f"{died}; starting it again")
                     child.start(self._settings.api_key)
                 else:
                     child.given_up = True
-                    self._say(
-                        f"{child.name} (pid {child.pid}) died with {how} and stays down; the rest go on"
-                    )
+                    self._say(f"{died} and stays down; the rest go on")
             if all(child.given_up for child in self._workers):
                 self._say("no worker is left; stopping")
                 return
@@ -148,7 +144,19 @@ class _Launcher:
                 child.terminate()
             for child in group:
                 child.wait(max(0.1, deadline - time.monotonic()))
-        print("baton: stopped", file=sys.stderr)
 
     def _say(self, text: str) -> None:
-        print(f"baton: {text}", file=sys.stderr, flush=True)
+        print(f"{SENTENCE}{text}", file=sys.stderr, flush=True)
+
+
+def _ending(child: Child, status: int) -> str:
+    """`signal 9`, `status 1`, or `status 2 (its last words)`."""
+    child.flush()
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    return f"{how} ({child.last_words})" if child.last_words else how
+
+
+def _why_not_started(child: Child, status: int) -> str:
+    """One sentence: its own, which needs no more, or how it ended."""
+    ending = _ending(child, status)
+    return child.last_words or f"{child.name} ended with {ending} while starting; see the log above"

@@ -53,7 +53,10 @@ def request_to_wire(request: Request) -> gen.Start:
         prefill=None
         if target is None
         else gen.PrefillTarget(
-            worker_id=target.worker_id, address=target.address, incarnation=target.incarnation
+            worker_id=target.worker_id,
+            address=target.address,
+            incarnation=target.incarnation,
+            min_tokens=target.min_tokens,
         ),
         epoch=request.epoch,
     )
@@ -81,7 +84,7 @@ def request_from_wire(message: gen.Start) -> Request:
     target = None
     if message.HasField("prefill"):
         p = message.prefill
-        target = PrefillTarget(p.worker_id, p.address, p.incarnation)
+        target = PrefillTarget(p.worker_id, p.address, p.incarnation, p.min_tokens)
     return Request(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),

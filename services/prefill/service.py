@@ -55,7 +55,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             await status.abort(context, error)
         offers = [kv_pb2.TransportOffer(name=name, body=body) for name, body in built.offers.items()]
         return pb.ConnectReply(
-            worker_id=self._host.worker_id,
             incarnation=built.incarnation,
             fingerprint=fingerprint_to_wire(built.fingerprint),
             offers=offers,
@@ -141,14 +140,11 @@ class _Job:
             raise LeaseLost(f"transfer {self._id} is running already")
         job = PrefillJob(self._id, tuple(self._request.token_ids), self._request.cache_salt)
         self._host.built.loop.submit(AddPrefill(job))
+        yield pb.RunEvent(accepted=pb.Accepted(lease_s=lease_s))
         while True:
             match event := await self._inbox.get():
                 case JobStarted():
-                    yield pb.RunEvent(
-                        accepted=pb.Accepted(
-                            lease_s=lease_s, cached_blocks=event.cached_blocks, queue_s=event.queue_s
-                        )
-                    )
+                    yield pb.RunEvent(started=pb.Started(cached_blocks=event.cached_blocks))
                 case BlocksBuilt():
                     if ready := await self._publish(event):
                         yield pb.RunEvent(ready=ready)

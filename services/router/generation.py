@@ -23,7 +23,7 @@ from core.request import (
     TokenDelta,
     TokenLogprob,
 )
-from planning.plan import Forced, Plan, RequestFacts, plan
+from planning.plan import Forced, Plan, Reason, RequestFacts, WorkerView, plan
 from services.router.choice import Choice, Piece
 from services.router.router import Router
 from services.router.schemas import GenerationBody
@@ -157,9 +157,15 @@ class Generation:
             sampling=self._sampling(part.plan.max_tokens),
             block_hashes=tuple(hash_blocks(fingerprint.namespace, token_ids, fingerprint.block_size, salt)),
             cache_salt=salt,
-            prefill=prefill and PrefillTarget(prefill.worker_id, prefill.address, prefill.incarnation),
+            prefill=prefill and self._target(prefill, part.plan.reason),
         )
 
+
+    def _target(self, prefill: WorkerView, reason: Reason) -> PrefillTarget:
+        """A client that forces the handoff gets it for every missing block, else it has to be worth it."""
+        forced = reason is Reason.FORCED_DISAGGREGATED
+        min_tokens = 1 if forced else self._router.settings.min_remote_tokens
+        return PrefillTarget(prefill.worker_id, prefill.address, prefill.incarnation, min_tokens)
     def _sampling(self, max_tokens: int) -> SamplingParams:
         body = self._body
         return SamplingParams(

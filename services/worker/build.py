@@ -112,10 +112,10 @@ def build(
         BlockPool(num_blocks, caching=settings.enable_prefix_caching),
         Limits(
             settings.block_size,
+            _longest(config, settings),
             settings.max_num_seqs,
             settings.max_num_batched_tokens,
             settings.max_waiting,
-            settings.min_remote_tokens,
         ),
         fingerprint.namespace,
     )

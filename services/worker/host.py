@@ -23,6 +23,7 @@ class WorkerHost:
     """One life of one worker."""
 
     settings: Settings
+    role: str
     worker_id: str
     incarnation: str
     hub: Hub

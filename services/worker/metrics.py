@@ -35,6 +35,7 @@ class _Engine(Collector):
             names.BLOCKS_TOTAL: (s.total_blocks, "blocks of the KV pool"),
             names.BLOCKS_FREE: (s.free_blocks, "unreferenced blocks, cached ones included"),
             names.BLOCKS_CACHED: (s.cached_blocks, "unreferenced blocks that can be hit"),
+            names.BLOCKS_QUARANTINED: (s.quarantined_blocks, "blocks that a late read may still write into"),
             names.KV_USAGE: (
                 used / s.total_blocks if s.total_blocks else 0.0,
                 "share of blocks in use, 0-1",
@@ -43,6 +44,7 @@ class _Engine(Collector):
         counters = {
             names.STEPS: (s.steps, "engine steps"),
             names.PREEMPTIONS: (s.preemptions, "sequences preempted for want of blocks"),
+            names.BLOCKS_EVICTED: (s.evicted_blocks, "cached blocks given up for new content"),
             names.PREFIX_QUERIES: (s.prefix_queries, "tokens looked up in the prefix cache"),
             names.PREFIX_HITS: (s.prefix_hits, "tokens found in the prefix cache"),
         }

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from services.worker.address import bind, split
+from services import address
 from services.worker.host import Phase, WorkerHost
 
 
@@ -31,7 +31,7 @@ def application(host: WorkerHost) -> Starlette:
             "progress": share,
         }
         if host.phase is not Phase.LOADING:
-            body |= {"address": host.address, "cores": host.cores, "role": host.settings.role}
+            body |= {"address": host.address, "cores": host.cores, "role": host.role}
             body |= {"footprint": asdict(host.built.footprint), "stats": asdict(host.built.loop.stats)}
         return JSONResponse(body, 200 if body["state"] == Phase.READY else 503)
 
@@ -47,7 +47,7 @@ class ProbeServer:
     """Serves the probes on the running loop."""
 
     def __init__(self, host: WorkerHost) -> None:
-        self._address = (split(host.settings.listen, "--listen")[0], host.settings.probe_port)
+        self._address = (address.split(host.settings.listen, "--listen")[0], host.settings.probe_port)
         config = uvicorn.Config(
             application(host),
             log_config=None,
@@ -59,12 +59,11 @@ class ProbeServer:
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> str:
-        """Listen and begin; returns host:port. Raises ConfigError when the port is taken."""
-        listener = bind(*self._address, flag="--probe-port")
+    async def start(self) -> int:
+        """Listen and begin; returns the port. Raises ConfigError when it is taken."""
+        listener = address.bind(*self._address, host_flag="--listen", port_flag="--probe-port")
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
-        host, port = listener.getsockname()[:2]
-        return f"{host}:{port}"
+        return listener.getsockname()[1]
 
     async def stop(self) -> None:
         self._server.should_exit = True

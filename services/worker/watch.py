@@ -65,7 +65,7 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
         return pb.Hello(
             worker_id=host.worker_id,
             incarnation=host.incarnation,
-            role=host.settings.role,
+            role=host.role,
             fingerprint=fingerprint_to_wire(built.fingerprint),
             host=socket.gethostname(),
             pid=os.getpid(),

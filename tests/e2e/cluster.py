@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from services.children import free_port
+from services.address import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLD = {case["name"]: case for case in json.loads((ROOT / "tests/data/gold.json").read_text())["cases"]}

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from cluster import FLAGS, Cluster, Process, is_gold, matches_gold, prompt, wait_until
 
-from services.children import free_port
+from services.address import free_port
 
 STEP_TIMEOUT_S = 2.0
 

@@ -86,10 +86,10 @@ class Harness:
         self.clock = FakeClock()
         self.pool = BlockPool(num_blocks, caching=caching)
         given = {
+            "max_model_len": 8192,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 32,
             "max_waiting": 10_000,
-            "min_remote_tokens": 1,
         }
         self.scheduler = Scheduler(
             self.pool, Limits(block_size=block_size, **(given | limits)), b"namespace", self.clock

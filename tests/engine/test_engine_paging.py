@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hash_model import VOCAB, expected, random_prompt
@@ -28,6 +29,7 @@ TARGET = PrefillTarget("p0", "127.0.0.1:1", "life")
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_block_borders_in_a_recycled_pool(harness, block_size: int) -> None:
+    """Pain B3: decoding across borders attends no stale slot and leaks no tail block."""
     h = harness(num_blocks=160 // block_size, block_size=block_size, caching=False, max_num_seqs=1)
     for length in range(1, 51):
         h.add(f"r{length}", random_prompt(length, length), 40)
@@ -112,6 +114,26 @@ def test_what_never_fits_is_refused_at_once(harness) -> None:
     h.add("small", random_prompt(9))
     h.run()
     assert h.tokens("small") == expected(random_prompt(9), 8)
+
+
+@pytest.mark.parametrize(("length", "max_tokens", "fits"), [(60, 4, True), (60, 5, False), (64, 1, False)])
+def test_no_position_lies_beyond_the_models_context(harness, length: int, max_tokens: int, fits: bool) -> None:
+    h = harness(max_model_len=64)
+    h.add("r", random_prompt(length), max_tokens)
+    h.run()
+    if fits:
+        assert h.tokens("r") == expected(random_prompt(length), max_tokens)
+        return
+    error = h.failure("r").error
+    assert isinstance(error, ContextLengthExceeded)
+    assert {str(length), f"({max_tokens})", "64"} <= set(error.message.replace("(6", "6").split())
+
+
+def test_a_prefill_job_beyond_the_models_context_is_refused(harness) -> None:
+    h = harness(block_size=8, max_model_len=64)
+    h.engine.handle(AddPrefill(PrefillJob("job", tuple(random_prompt(72)))))
+    assert isinstance(h.failure("job").error, ContextLengthExceeded)
+    assert "72" in h.failure("job").error.message
 
 
 def test_a_full_queue_says_busy(harness) -> None:
@@ -295,17 +317,18 @@ def test_what_a_source_does_not_deliver_is_computed(harness, arrived: int) -> No
 
 
 def test_own_pool_comes_first_and_short_rests_are_computed_here(harness) -> None:
-    h = harness(block_size=8, min_remote_tokens=16)
+    h = harness(block_size=8)
+    target = replace(TARGET, min_tokens=16)
     prompt = random_prompt(60)
     h.add("first", prompt[:33], 2)
     h.run()
-    h.add("more", prompt, 2, prefill=TARGET)
+    h.add("more", prompt, 2, prefill=target)
     h.step()
     (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
     assert (order.first_block, len(order.block_ids)) == (4, 3)
     h.engine.handle(LoadFinished("more", LoadReport(arrived=0)))
     h.run()
-    h.add("short", prompt[:20] + [1] * 12, 2, prefill=TARGET)
+    h.add("short", prompt[:20] + [1] * 12, 2, prefill=target)
     h.run()
     assert sum(isinstance(e, LoadOrdered) for e in h.events) == 1
 
@@ -343,6 +366,43 @@ def test_unquiet_blocks_are_quarantined_and_replaced(harness, tight: bool) -> No
     h.engine.handle(Quiet(order.block_ids))
     h.run()
     assert h.tokens("r") == expected(prompt, 6)
+
+
+def test_a_prompt_that_starts_over_counts_its_sources_anew(harness) -> None:
+    """A load whose blocks could not be replaced: what it brought is found in the own pool, or computed."""
+    p, h = harness(block_size=8), harness(num_blocks=6, block_size=8)
+    prompt = random_prompt(37)
+    h.add("r", prompt, 6, prefill=TARGET)
+    h.step()
+    (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
+    _deliver(p, h, order, 2)
+    unquiet = order.block_ids[2:]
+    h.engine.handle(LoadFinished("r", LoadReport(arrived=2, unquiet=unquiet)))
+    h.engine.handle(Quiet(unquiet))
+    h.run()
+    assert h.tokens("r") == expected(prompt, 6)
+    gathered = h.gathered("r")
+    assert (gathered.cached_tokens, gathered.remote_tokens, gathered.computed_tokens) == (16, 0, 21)
+
+
+def test_a_prompt_preempted_before_its_first_token_counts_its_sources_anew(harness) -> None:
+    """1. Half of b's prompt is cached. 2. a's growth preempts b in its prompt. 3. Its cache is evicted."""
+    h = harness(num_blocks=12, block_size=8, max_num_batched_tokens=8)
+    prompt = random_prompt(40, 1)
+    h.add("warm", prompt[:24], 1)
+    h.run()
+    h.add("a", random_prompt(12, 2), 84)
+    while not h.tokens("a"):
+        h.step()
+    h.add("b", prompt, 2)
+    h.step()
+    (b,) = [s for s in h.scheduler.running if s.request_id == "b"]
+    assert b.num_cached == 16 or b.num_cached == 24
+    h.scheduler._preempt(b)
+    h.run()
+    assert h.tokens("b") == expected(prompt, 2)
+    gathered = h.gathered("b")
+    assert gathered.cached_tokens + gathered.computed_tokens == 40
 
 
 @pytest.mark.parametrize("seed", range(4))

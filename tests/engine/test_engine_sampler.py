@@ -35,6 +35,14 @@ def test_greedy_takes_the_best(logits) -> None:
     assert _draw(logits, temperature=0.0)[0] == int(logits.argmax())
 
 
+@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-38, True), (9e-6, True), (1e-5, False)])
+def test_tiny_temperatures_take_the_best_too(logits, temperature: float, greedy: bool) -> None:
+    """Logits over 1e-38 are infinite in fp32; at 1e-5 and above they are not."""
+    assert SamplingParams(max_tokens=1, seed=0, temperature=temperature).greedy is greedy
+    assert _draw(logits, temperature=temperature)[0] == int(logits.argmax())
+    assert _draw(logits, temperature=temperature, top_p=0.9)[0] == int(logits.argmax())
+
+
 def test_a_draw_depends_on_seed_choice_and_position_alone(logits) -> None:
     given = {"temperature": 1.3}
     assert _draw(logits, (7, 8), **given) == _draw(logits, (9, 9), **given)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,10 +23,12 @@ def compiled(cache_dir: Path, *flags: str, timeout: float) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_an_8b_model_in_bf16_compiles_for_every_target(tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "--only", "dim 128 fp16", timeout=100)
+def test_windowed_attention_compiles_for_every_target(tmp_path: Path) -> None:
+    """A sample of the whole; windowed kernels need the most registers."""
+    rows = compiled(tmp_path, "--kernels", "prefill,decode", "--only", "dim 128 bf16 window", timeout=100)
     assert {row["target"] for row in rows} == {"sm_80", "sm_90", "sm_100"}
-    assert {row["kernel"] for row in rows} == {"rope", "prefill", "decode", "reduce"}
+    assert {row["kernel"] for row in rows} == {"prefill", "decode"}
+    assert not any(row["spills"] for row in rows)
 
 
 @pytest.mark.slow
@@ -35,4 +36,12 @@ def test_an_8b_model_in_bf16_compiles_for_every_target(tmp_path: Path) -> None:
 def test_every_shipped_configuration_compiles_without_spills(tmp_path: Path) -> None:
     rows = compiled(tmp_path, timeout=1700)
     assert not [row for row in rows if row["spills"]]
-    assert {row["kernel"] for row in rows} == {"rms_norm", "silu_mul", "rope", "prefill", "decode", "reduce", "copy"}
+    assert {row["kernel"] for row in rows} == {
+        "rms_norm",
+        "silu_mul",
+        "rope",
+        "prefill",
+        "decode",
+        "reduce",
+        "copy",
+    }

@@ -15,7 +15,10 @@ if not torch.cuda.is_available():
 
 import triton_attention as attention
 import triton_ops as ops
-from triton_cases import BF16, E4M3, E5M2, FP16, FP32, Geometry
+from triton_cases import BF16, E4M3, E5M2, FP16, FP32, Geometry, noise
+
+from engine.kernels import reference
+from engine.kernels.triton.kernels import TritonKernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -71,6 +74,14 @@ def test_rope_and_store(case: ops.StoreCase) -> None:
 def test_rms_norm_and_silu_mul(case: ops.RowsCase) -> None:
     ops.check_rms_norm(case)
     ops.check_silu_mul(case)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_logits_are_not_rounded(dtype: torch.dtype) -> None:
+    x, weight = noise(5, 256, dtype=dtype), noise(1000, 256, dtype=dtype, scale=1 / 16)
+    got = TritonKernels().logits(x, weight)
+    assert got.dtype == FP32
+    torch.testing.assert_close(got, reference.linear(x, weight), rtol=1e-4, atol=1e-4)
 
 
 @cases

@@ -8,26 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "fingerprint")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("fingerprint",)
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: str
     fingerprint: _kv_pb2.Fingerprint
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+    def __init__(self, fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
 class ConnectReply(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "fingerprint", "offers")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("incarnation", "fingerprint", "offers")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
     incarnation: str
     fingerprint: _kv_pb2.Fingerprint
     offers: _containers.RepeatedCompositeFieldContainer[_kv_pb2.TransportOffer]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., offers: _Optional[_Iterable[_Union[_kv_pb2.TransportOffer, _Mapping]]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., offers: _Optional[_Iterable[_Union[_kv_pb2.TransportOffer, _Mapping]]] = ...) -> None: ...
 
 class RunRequest(_message.Message):
     __slots__ = ("transfer_id", "epoch", "incarnation", "token_ids", "cache_salt", "first_block")
@@ -46,22 +40,26 @@ class RunRequest(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class RunEvent(_message.Message):
-    __slots__ = ("accepted", "ready")
+    __slots__ = ("accepted", "started", "ready")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
+    started: Started
     ready: BlocksReady
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., ready: _Optional[_Union[BlocksReady, _Mapping]] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., ready: _Optional[_Union[BlocksReady, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("lease_s", "cached_blocks", "queue_s")
+    __slots__ = ("lease_s",)
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
+    def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ("cached_blocks",)
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     cached_blocks: int
-    queue_s: float
-    def __init__(self, lease_s: _Optional[float] = ..., cached_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, cached_blocks: _Optional[int] = ...) -> None: ...
 
 class BlocksReady(_message.Message):
     __slots__ = ("first", "block_ids", "checksums", "age_s")

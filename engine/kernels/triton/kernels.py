@@ -45,6 +45,9 @@ class TritonKernels:
         return F.linear(x, weight)
 
     def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """In fp32 straight from the sums: rounding logits to 16 bits first would tie the best tokens."""
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
         return F.linear(x, weight).float()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

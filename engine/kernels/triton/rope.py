@@ -78,6 +78,8 @@ def rope_and_store(
     block contiguous, is given k / k_scale and v / v_scale (for fp8). A row whose slot is negative (padding of
     a captured graph) stores nothing.
     """
+    if not qkv.is_contiguous():
+        raise ValueError(f"rope_and_store works in place on contiguous rows, got strides {qkv.stride()}")
     pool, kv_format = stored(layer_pool)
     _, num_kv_heads, _, block_size, head_dim = pool.shape
     num_heads = qkv.shape[1] // head_dim
