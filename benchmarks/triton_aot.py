@@ -1,6 +1,6 @@
 """Compiles every shipped Triton kernel for CUDA targets, without a GPU, and shows what ptxas made of it.
 
-    python -m benchmarks.triton_aot [--targets 80,90,100] [--kernels decode,prefill] [--only "dim 128"] [--json]
+    python -m benchmarks.triton_aot [--targets 80,90] [--kernels decode,prefill] [--only "dim 128"] [--json]
 
 The launches are recorded from the package's own functions, called on tensors without memory, so that what is
 compiled here is what a GPU will run. Ends with status 1 if a kernel spills registers or needs more shared

@@ -54,7 +54,7 @@ def start_workers(stack: ExitStack, roles: Sequence[str], settings: Settings) ->
 async def target_of(worker: Child) -> PrefillTarget:
     """The worker as a plan names it."""
     async with channel.connect(worker.address) as open_channel:
-        watch = worker_pb2_grpc.WorkerStub(open_channel).Watch(worker_pb2.WatchRequest(router_id="bench"))
+        watch = worker_pb2_grpc.WorkerStub(open_channel).Watch(worker_pb2.WatchRequest())
         hello = (await watch.read()).hello
         watch.cancel()
         return PrefillTarget(hello.worker_id, hello.address, hello.incarnation)

@@ -19,11 +19,24 @@ _PARAM = "messages"
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-    """The prompt text of a conversation. Raises InvalidParameter, naming `messages`.
-
-    Content may be a string, null (empty) or a list of text parts (joined by newlines).
-    """
-    return _render(tokenizer, _normalized(messages), add_generation_prompt)
+    """The prompt text of a conversation, whose contents are strings. Raises InvalidParameter, naming
+    `messages`."""
+    if tokenizer.chat_template is None:
+        raise InvalidParameter("this model has no chat template; use /v1/completions", param=_PARAM)
+    try:
+        return _compiled(tokenizer.chat_template).render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+            **tokenizer.special_literals,
+        )
+    except Exception as error:  # a template is foreign code: whatever it raises is about its input
+        raise InvalidParameter(
+            f"the model's chat template does not accept these messages: {error}; "
+            f"change them or use /v1/completions",
+            param=_PARAM,
+        ) from None
 
 
 def encode_chat(
@@ -38,59 +51,12 @@ def encode_chat(
     themselves are encoded as plain text, so that no content can open a turn of another role, unless
     `special_tokens_in_content`.
     """
-    turns = _normalized(messages)
+    turns = list(messages)
     guarded = turns if special_tokens_in_content else _map_strings(tokenizer.guard, turns)
-    text = _render(tokenizer, guarded, add_generation_prompt)
+    text = render_chat(tokenizer, guarded, add_generation_prompt)
     if guarded == turns:
         return tokenizer.encode(text, add_special=False)
     return tokenizer.encode_guarded(text, add_special=False)
-
-
-def _render(tokenizer: Tokenizer, turns: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-    if tokenizer.chat_template is None:
-        raise InvalidParameter("this model has no chat template; use /v1/completions", param=_PARAM)
-    try:
-        return _compiled(tokenizer.chat_template).render(
-            messages=turns,
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
-            **tokenizer.special_literals,
-        )
-    except Exception as error:  # a template is foreign code: whatever it raises is about its input
-        raise InvalidParameter(
-            f"the model's chat template does not accept these messages: {error}; "
-            f"change them or use /v1/completions",
-            param=_PARAM,
-        ) from None
-
-
-def _normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of the messages with content as one string."""
-    return [{**turn, "content": _text(turn.get("content"), at)} for at, turn in enumerate(messages)]
-
-
-def _text(content: object, at: int) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        return "\n".join(_part_text(part, f"messages[{at}].content[{i}]") for i, part in enumerate(content))
-    raise InvalidParameter(
-        f"messages[{at}].content is a {type(content).__name__}; send a string or a list of text parts",
-        param=_PARAM,
-    )
-
-
-def _part_text(part: object, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(text, str):
-        return text
-    raise InvalidParameter(
-        f"{where} is a part of type {kind!r}; this model reads text parts only", param=_PARAM
-    )
 
 
 def _map_strings(change: Callable[[str], str], value: Any) -> Any:

@@ -11,8 +11,13 @@ import sys
 import structlog
 
 
+_bound: dict[str, str] = {}
+"""Fields of the process; not context variables, which a thread would not have."""
+
+
 def configure(level: str, form: str = "auto", **bound: str) -> None:
-    """Set up logging for this process on stderr; `bound` fields stand on every line.
+    """Set up logging for this process on stderr; `bound` fields stand on every line, those of
+    earlier calls too.
 
     `form`: "json", "console", or "auto" = console where stderr is a terminal.
     """
@@ -24,7 +29,7 @@ def configure(level: str, form: str = "auto", **bound: str) -> None:
     )
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            _add_bound,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *rendered,
@@ -33,7 +38,11 @@ def configure(level: str, form: str = "auto", **bound: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(**bound)
+    _bound.update(bound)
+
+
+def _add_bound(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return event | _bound
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:

@@ -9,7 +9,6 @@ from enum import StrEnum
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
 
 
 class PlanKind(StrEnum):

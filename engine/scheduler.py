@@ -126,7 +126,9 @@ class Scheduler:
                 plan.chunks.append(Chunk(seq, seq.num_computed, 1, sample=True))
         plan.chunks = [c for c in plan.chunks if c.seq.state is State.RUNNING]
         self._admit(plan, now)
-        prompts = [s for s in self.running if not s.decoding and s.num_to_compute > 0]
+        planned = {chunk.seq for chunk in plan.chunks}
+        # Prompts, and whoever was preempted and found all but its last tokens in the cache.
+        prompts = [s for s in self.running if s not in planned and s.num_to_compute > 0]
         budget = max(self.limits.max_num_batched_tokens - len(plan.chunks), self.limits.block_size)
         shares = share_budget([s.num_to_compute for s in prompts], budget)
         for seq, count in zip(prompts, shares, strict=True):
@@ -178,7 +180,7 @@ class Scheduler:
         """Take up waiting sequences in order; one that does not fit yet may be passed over, not for ever."""
         blocked: list[Sequence] = []
         for seq in list(self.waiting):
-            active = len(self.running) + len(self.loading)
+            active = sum(other.width for other in [*self.running, *self.loading.values()])
             if active and active + seq.width > self.limits.max_num_seqs:
                 break
             if self.pool.num_free <= self._growth() or len(blocked) == MAX_MISFITS:
@@ -298,7 +300,9 @@ class Scheduler:
         for room, limit in ((self.limits.max_model_len, "context"), (capacity, "KV pool")):
             if num_tokens > room:
                 advice = "shorten the prompt or lower max_tokens"
-                return ContextLengthExceeded(f"{what} exceed this worker's {limit} of {room} tokens; {advice}")
+                return ContextLengthExceeded(
+                    f"{what} exceed this worker's {limit} of {room} tokens; {advice}"
+                )
         return None
 
     def _busy(self) -> BatonError | None:
@@ -321,8 +325,7 @@ class Scheduler:
         return [
             s
             for s in everything
-            if s.request_id == request_id
-            and (index is None or (s.index == index and s.width == 1))
+            if s.request_id == request_id and (index is None or (s.index == index and s.width == 1))
         ]
 
     def _run(self, seq: Sequence) -> None:

@@ -5,6 +5,9 @@
     a prefill worker can help and it is worth it   -> disaggregated
     otherwise                                      -> local: the decode worker computes everything
 
+A prefill worker can help with full blocks that end before the last token. A forced handoff asks it for
+every one that the decode worker lacks, worth it or not; a prompt without any is an InvalidParameter.
+
 A decode worker is chosen first, the least loaded of those that can hold the whole request, then the
 least loaded prefill worker whose fingerprint is the same.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from core.blocks import num_shareable_blocks
@@ -89,6 +92,17 @@ class FleetView:
     decode: tuple[WorkerView, ...] = ()
     prefill: tuple[WorkerView, ...] = ()
 
+    def after(self, plan: Plan, sequences: int) -> FleetView:
+        """The fleet once `plan` has brought its workers so many sequences more."""
+        busier = {worker.incarnation for worker in plan.workers}
+
+        def loaded(workers: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
+            return tuple(
+                replace(w, load=w.load + sequences) if w.incarnation in busier else w for w in workers
+            )
+
+        return FleetView(loaded(self.decode), loaded(self.prefill))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -99,6 +113,10 @@ class Plan:
     prefill: WorkerView | None
     reason: Reason
     max_tokens: int
+
+    @property
+    def workers(self) -> tuple[WorkerView, ...]:
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
 
 def plan(
@@ -161,6 +179,15 @@ def _choose_prefill(
         return None, Reason.NEEDS_PROMPT_LOGPROBS
     if forced is Forced.LOCAL:
         return None, Reason.FORCED_LOCAL
+    block_size = decode.fingerprint.block_size
+    shareable = num_shareable_blocks(request.num_prompt_tokens, block_size) * block_size
+    if forced is Forced.DISAGGREGATED and not shareable:
+        raise InvalidParameter(
+            f"X-Baton-Plan: disaggregated is not possible: a prefill worker hands over full blocks of "
+            f"{block_size} tokens, the last token not counted, and this prompt has none; leave the header "
+            f"out or send at least {block_size + 1} tokens",
+            param="X-Baton-Plan",
+        )
     usable, obstacle = _usable_prefill(request, workers, decode)
     if forced is Forced.DISAGGREGATED:
         if obstacle is not None:
@@ -171,8 +198,6 @@ def _choose_prefill(
         return _least_loaded(usable, rng), Reason.FORCED_DISAGGREGATED
     if obstacle is not None:
         return None, obstacle
-    block_size = decode.fingerprint.block_size
-    shareable = num_shareable_blocks(request.num_prompt_tokens, block_size) * block_size
     if shareable == 0 or shareable < min_remote_tokens:
         return None, Reason.SHORT_PROMPT
     return _least_loaded(usable, rng), Reason.LONG_PROMPT

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 
 from core.errors import ConfigError
@@ -30,16 +29,18 @@ def join(host: str, port: int) -> str:
 def bind(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> socket.socket:
     """A socket that listens there; port 0 = any. Raises ConfigError with the system's reason, naming
     the flag to change."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        return socket.create_server((host, port), family=family)
-    except socket.gaierror as error:
-        why, flag = error.strerror, host_flag
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+        return listener
     except UnicodeError:
         why, flag = "not a host name", host_flag
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)
+        why = error.strerror or str(error)
         flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
+    listener.close()
     raise ConfigError(f"cannot listen on {join(host, port)}: {why}; choose another {flag}")
 
 

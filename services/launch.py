@@ -59,10 +59,12 @@ class _Launcher:
             status = self._wait_until_ready()
             if status == 0 and not self._stopping:
                 show_summary(self._settings, self._url, self._workers)
-                self._keep_up()
-            return status
+                status = self._keep_up()
         finally:
             self._stop_all()
+        if status == 0:
+            self._say("stopped")
+        return status
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stopping += 1
@@ -94,13 +96,15 @@ class _Launcher:
         """Show progress until all are ready; the exit status of the first that gave up, else 0."""
         columns = (TextColumn("{task.fields[name]:10}"), BarColumn(24), TextColumn("{task.description}"))
         deadline = time.monotonic() + self._settings.start_timeout_s
-        with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
+        hidden = not self._console.is_terminal
+        with Progress(
+            *columns, TimeElapsedColumn(), console=self._console, transient=True, disable=hidden
+        ) as progress:
             bars = {c.name: progress.add_task("starting", name=c.name, total=1.0) for c in self._children}
             while not self._stopping:
                 for child in self._children:
                     if (status := child.exit_status()) is not None:
-                        self._say(_why_not_started(child, status))
-                        return status if status > 0 else 1
+                        return self._give_up(child, status)
                     body = child.probe()
                     progress.update(
                         bars[child.name],
@@ -118,7 +122,16 @@ class _Launcher:
                 time.sleep(POLL_S)
         return 0
 
-    def _keep_up(self) -> None:
+    def _give_up(self, child: Child, status: int) -> int:
+        """The exit status for a child that ended while starting. Raises what it refused as its own."""
+        ending = _ending(child, status)
+        if status == 2 and child.last_words:
+            raise ConfigError(child.last_words)
+        self._say(f"{child.name} ended with {ending} while starting; see the log above")
+        return status if status > 0 else 1
+
+    def _keep_up(self) -> int:
+        """Until asked to stop: exit status 0; or until no worker is left: 1."""
         while not self._stopping:
             for child in self._children:
                 status = child.exit_status()
@@ -133,8 +146,9 @@ class _Launcher:
                     self._say(f"{died} and stays down; the rest go on")
             if all(child.given_up for child in self._workers):
                 self._say("no worker is left; stopping")
-                return
+                return 1
             time.sleep(POLL_S)
+        return 0
 
     def _stop_all(self) -> None:
         """Router first, then the workers; bounded by the drain timeout, then SIGKILL."""
@@ -154,9 +168,3 @@ def _ending(child: Child, status: int) -> str:
     child.flush()
     how = f"signal {-status}" if status < 0 else f"status {status}"
     return f"{how} ({child.last_words})" if child.last_words else how
-
-
-def _why_not_started(child: Child, status: int) -> str:
-    """One sentence: its own, which needs no more, or how it ended."""
-    ending = _ending(child, status)
-    return child.last_words or f"{child.name} ended with {ending} while starting; see the log above"

@@ -68,11 +68,6 @@ class Choice:
         self._num_chars = 0
         self._num_released = 0
 
-    @property
-    def stopped_by_text(self) -> bool:
-        """A stop string ended it here; the worker does not know that yet."""
-        return self._matcher.stopped
-
     def feed(self, delta: TokenDelta) -> Piece:
         """Take the next tokens; returns what they made certain, possibly nothing."""
         piece = Piece(self.index)

@@ -13,8 +13,8 @@ from typing import Any, Generic
 
 from core.errors import BatonError, InvalidParameter, Unavailable
 from planning.plan import Forced
+from services.router.bugs import reported
 from services.router.choice import Piece
-from services.router.gate import reported
 from services.router.generation import Generation, Part
 from services.router.parse import Receive, check_request, parse, read_body
 from services.router.progress import Progress

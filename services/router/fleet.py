@@ -7,8 +7,8 @@ that ends is tried again after at most a second, for as long as the address is d
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -16,8 +16,9 @@ import grpc
 from core import log
 from core.clock import Clock, monotonic
 from core.request import Role
-from planning.plan import FleetView
+from planning.plan import FleetView, Plan
 from services.discovery import Discovery
+from services.router.bugs import reported
 from services.router.roster import Member, Roster, WorkerState
 from services.router.session import Session
 from wire import channel, status
@@ -33,25 +34,36 @@ logger = log.get("router.fleet")
 
 @dataclass(slots=True)
 class _Link:
-    """What belongs to one address. `decoding` is set while a decode worker's Watch stream lives."""
+    """What belongs to one address. `decoding` is set while a decode worker's Watch stream lives;
+    `incarnation` is the worker's own that was there last."""
 
     channel: grpc.aio.Channel
     session: Session
+    incarnation: str = ""
     decoding: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     reported: WorkerState = WorkerState.CONNECTING
 
 
 class Fleet:
-    """All workers. `run` serves until it is cancelled; the rest may be called any time meanwhile."""
+    """All workers. `run` serves until it is cancelled; the rest may be called any time meanwhile.
+
+    Here a worker is its incarnation: ids are for people, and two workers may have been given the same.
+    `count_fault` is told of streams that ended for a reason which nobody foresaw.
+    """
 
     def __init__(
-        self, discovery: Discovery, tokenizer_digest: str, silence_s: float, clock: Clock = monotonic
+        self,
+        discovery: Discovery,
+        tokenizer_digest: str,
+        silence_s: float,
+        count_fault: Callable[[str], None],
+        clock: Clock = monotonic,
     ) -> None:
         self.roster = Roster(tokenizer_digest, silence_s)
         self.connections_lost: Counter[str] = Counter(dict.fromkeys(Role, 0))
-        self._router_id = f"router-{uuid.uuid4().hex[:8]}"
         self._discovery = discovery
+        self._count_fault = count_fault
         self._clock = clock
         self._links: dict[str, _Link] = {}
 
@@ -66,22 +78,23 @@ class Fleet:
     def view(self) -> FleetView:
         """The workers that take requests now: ready, and decode workers with an open session."""
         view = self.roster.fleet_view(self._clock())
-        return replace(view, decode=tuple(w for w in view.decode if self.session(w.worker_id)))
+        return replace(view, decode=tuple(w for w in view.decode if self.session(w.incarnation)))
 
     def workers(self) -> list[tuple[Member, WorkerState, str]]:
         """Every worker with its state and the reason when it is not ready."""
         now = self._clock()
         return [(member, *self.roster.status(member, now)) for member in self.roster.members.values()]
 
-    def session(self, worker_id: str) -> Session | None:
+    def session(self, incarnation: str) -> Session | None:
         """The open session of a decode worker."""
-        sessions = (link.session for link in self._links.values())
-        return next((s for s in sessions if s.up and s.worker_id == worker_id), None)
+        links = (link for link in self._links.values() if link.incarnation == incarnation)
+        return next((link.session for link in links if link.session.up), None)
 
-    def assigned(self, worker_ids: list[str], sequences: int) -> None:
-        """Count a request just sent to these workers, until their next State counts it."""
+    def assigned(self, plan: Plan, sequences: int) -> None:
+        """Count a request just sent to a plan's workers, until their next State counts it."""
+        incarnations = [worker.incarnation for worker in plan.workers]
         for member in self.roster.members.values():
-            if member.worker_id in worker_ids:
+            if member.hello is not None and member.hello.incarnation in incarnations:
                 member.unseen += sequences
 
     async def _discover(self, group: asyncio.TaskGroup) -> None:
@@ -91,7 +104,9 @@ class Fleet:
             for address in sorted(addresses - self._links.keys()):
                 self.roster.add(address)
                 connection = channel.connect(address)
-                link = self._links[address] = _Link(connection, Session(address, connection))
+                link = self._links[address] = _Link(
+                    connection, Session(address, connection, self._count_fault)
+                )
                 link.tasks = [
                     group.create_task(self._follow(address, link)),
                     group.create_task(link.session.run(link.decoding)),
@@ -119,7 +134,7 @@ class Fleet:
 
     async def _watch(self, address: str, link: _Link) -> str:
         """One Watch stream, to its end; returns why it ended."""
-        call = pb_grpc.WorkerStub(link.channel).Watch(pb.WatchRequest(router_id=self._router_id))
+        call = pb_grpc.WorkerStub(link.channel).Watch(pb.WatchRequest())
         try:
             events = aiter(call)
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -138,12 +153,15 @@ class Fleet:
             return f"no Hello within {HELLO_TIMEOUT_S:g} s"
         except grpc.aio.AioRpcError as error:
             return str(status.from_rpc(error, address))
+        except Exception as error:
+            self._count_fault("watch")
+            return reported(error).message
         finally:
             call.cancel()
 
     def _greet(self, address: str, link: _Link, hello: pb.Hello) -> None:
         self.roster.hello(address, hello, self._clock())
-        link.session.worker_id = hello.worker_id
+        link.incarnation, link.session.worker_id = hello.incarnation, hello.worker_id
         if hello.role == Role.DECODE:
             link.decoding.set()
 

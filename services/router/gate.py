@@ -6,7 +6,6 @@ FastAPI's own refusals are translated by `refuse`; every error leaves through `s
 from __future__ import annotations
 
 import math
-import traceback
 import uuid
 from collections.abc import Iterable, MutableMapping
 from secrets import compare_digest
@@ -16,8 +15,8 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from core import log
 from core.errors import BatonError, NotFound, Overloaded, RequestError, Unauthorized
+from services.router.bugs import reported
 from services.router.metrics import RouterMetrics
 from services.router.parse import Receive
 from services.router.sse import Send
@@ -28,18 +27,21 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 CLIENT_GONE_STATUS = "499"
 
-logger = log.get("router.gate")
-
 
 class MethodNotAllowed(RequestError):
     http_status = 405
     code = "method_not_allowed"
 
+    def __init__(self, allow: str) -> None:
+        super().__init__(f"this route does not take that method; it takes {allow}")
+        self.allow = allow
+
 
 async def refuse(request: Request, error: Exception) -> NoReturn:
     """FastAPI's handler of its own errors: no such route, or not with this method."""
     if isinstance(error, HTTPException) and error.status_code == 405:
-        raise MethodNotAllowed("this route does not take that method")
+        methods = (error.headers or {}).get("Allow", "")
+        raise MethodNotAllowed("GET, HEAD" if methods == "GET" else methods)
     raise NotFound("there is no such route here; the API begins at /v1/models")
 
 
@@ -50,18 +52,12 @@ async def send_error(send: Send, error: BatonError) -> None:
         headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", error.allow.encode()))
     body = orjson.dumps(error.envelope())
     headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def reported(error: Exception) -> BatonError:
-    """Log where a bug struck, without its message, which may quote a prompt; returns what to tell clients."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-    logger.error("request.bug", kind=type(error).__name__, where=where)
-    return BatonError("the router failed; its log says where")
 
 
 class Gate:

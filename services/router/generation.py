@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from core.blocks import hash_blocks
 from core.errors import EngineFault, WorkerLost
 from core.request import (
-    FinishReason,
     Gathered,
     PrefillTarget,
     Request,
@@ -23,7 +22,7 @@ from core.request import (
     TokenDelta,
     TokenLogprob,
 )
-from planning.plan import Forced, Plan, Reason, RequestFacts, WorkerView, plan
+from planning.plan import FleetView, Forced, Plan, Reason, RequestFacts, WorkerView, plan
 from services.router.choice import Choice, Piece
 from services.router.router import Router
 from services.router.schemas import GenerationBody
@@ -72,7 +71,7 @@ class Generation:
         self._stop_token_ids = frozenset(body.stop_token_ids) | (
             frozenset() if body.ignore_eos else frozenset(self._text.eos_token_ids)
         )
-        self.parts = [self._planned(number, prompt, forced) for number, prompt in enumerate(prompts)]
+        self.parts = self._planned(prompts, forced)
         self._by_request = {part.request_id: part for part in self.parts}
 
     @property
@@ -105,11 +104,13 @@ class Generation:
     def start(self) -> None:
         """Send every prompt to its worker. Raises Unavailable or Overloaded."""
         for part in self.parts:
-            session = self._fleet.session(part.plan.decode.worker_id)
+            session = self._fleet.session(part.plan.decode.incarnation)
             if session is None:
                 raise WorkerLost(f"decode worker {part.plan.decode.worker_id} was lost; try again")
             session.start(self._request(part), self._inbox)
             part.session = session
+            self._fleet.assigned(part.plan, self._body.n)
+            self._router.metrics.plans.labels(part.plan.kind.value, part.plan.reason.value).inc()
 
     async def next(self) -> list[tuple[Part, Piece]]:
         """What the next deltas made certain; a piece may be empty. Raises what ended the request."""
@@ -123,8 +124,17 @@ class Generation:
                 part.session.cancel(part.request_id)
         self._by_request.clear()
 
-    def _planned(self, number: int, prompt: Prompt, forced: Forced) -> Part:
-        body, n = self._body, self._body.n
+    def _planned(self, prompts: Sequence[Prompt], forced: Forced) -> list[Part]:
+        """Each prompt sees the load that the ones before it will bring."""
+        parts, view = [], self._fleet.view()
+        for number, prompt in enumerate(prompts):
+            chosen = self._plan(prompt, view, forced)
+            view = view.after(chosen, self._body.n)
+            parts.append(Part(prompt, chosen, self._choices(number), request_id=f"{self.id}-{number}"))
+        return parts
+
+    def _plan(self, prompt: Prompt, view: FleetView, forced: Forced) -> Plan:
+        body = self._body
         facts = RequestFacts(
             num_prompt_tokens=len(prompt.token_ids),
             max_tokens=body.limit,
@@ -132,21 +142,20 @@ class Generation:
             prompt_logprobs=body.prompt_logprobs,
             param=body.prompt_param,
         )
-        chosen = plan(
+        return plan(
             facts,
-            self._fleet.view(),
+            view,
             forced,
             min_remote_tokens=self._router.settings.min_remote_tokens,
             rng=self._router.rng,
         )
-        workers = [chosen.decode] if chosen.prefill is None else [chosen.decode, chosen.prefill]
-        self._fleet.assigned([worker.worker_id for worker in workers], n)
-        self._router.metrics.plans.labels(chosen.kind.value, chosen.reason.value).inc()
-        choices = [
+
+    def _choices(self, number: int) -> list[Choice]:
+        body, n = self._body, self._body.n
+        return [
             Choice(number * n + i, self._text.tokenizer, body.stop, self._stop_token_ids, body.min_tokens)
             for i in range(n)
         ]
-        return Part(prompt, chosen, choices, request_id=f"{self.id}-{number}")
 
     def _request(self, part: Part) -> Request:
         fingerprint, prefill = part.plan.decode.fingerprint, part.plan.prefill
@@ -160,12 +169,12 @@ class Generation:
             prefill=prefill and self._target(prefill, part.plan.reason),
         )
 
-
     def _target(self, prefill: WorkerView, reason: Reason) -> PrefillTarget:
         """A client that forces the handoff gets it for every missing block, else it has to be worth it."""
         forced = reason is Reason.FORCED_DISAGGREGATED
         min_tokens = 1 if forced else self._router.settings.min_remote_tokens
         return PrefillTarget(prefill.worker_id, prefill.address, prefill.incarnation, min_tokens)
+
     def _sampling(self, max_tokens: int) -> SamplingParams:
         body = self._body
         return SamplingParams(
@@ -199,8 +208,6 @@ class Generation:
             return None
         if self._body.prompt_logprobs and len(part.logprobs) != len(part.prompt.token_ids):
             raise EngineFault("the decode worker did not send the prompt's log probabilities")
-        if delta.finish_reason is FinishReason.ABORT:
-            raise WorkerLost(f"decode worker {part.plan.decode.worker_id} gave the request up; try again")
         piece = choice.feed(delta)
         if choice.finished:
             self._end(part, delta)

@@ -41,11 +41,15 @@ class RouterMetrics:
         self.generation_tokens = counter(names.GENERATION_TOKENS, "tokens generated", model)
         self.finished = counter(names.FINISHED, "choices that finished", ("reason",))
         self.client_gone = counter(names.CLIENT_GONE, "clients that left before their answer's end")
-        self.faults = counter(names.FAULTS, "answers that failed on our side", ("where",))
+        self.faults = counter(names.FAULTS, "answers and streams that failed on our side", ("where",))
         self.registry.register(_FleetCollector(fleet))
         self.registry.register(
             _Aliases([self.ttft, self.itl, self.e2e, self.prompt_tokens, self.generation_tokens])
         )
+
+    def count_fault(self, where: str) -> None:
+        """Something failed on our side: an answer (`where` is the error's code), a worker's stream."""
+        self.faults.labels(where).inc()
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""

@@ -62,7 +62,7 @@ class Progress:
     def failed(self, error: BatonError) -> None:
         self.record.http_status, self.record.error = error.http_status, error.code
         if error.http_status >= 500:
-            self._metrics.faults.labels(error.code or "unknown").inc()
+            self._metrics.count_fault(error.code or "unknown")
 
     def close(self) -> None:
         self._metrics.e2e.labels(self.record.model).observe(self.record.elapsed_s)

@@ -140,9 +140,8 @@ class Roster:
         unheard = now - member.heard_at
         if unheard > self._silence_s:
             return f"no State for {unheard:.0f} s"
-        has_work = state.running + state.waiting + state.loading > 0
-        if has_work and state.idle_s > self._silence_s:
-            return f"its engine has not moved for {state.idle_s:.0f} s although it has work"
+        if state.idle_s > self._silence_s:  # the loop turns twice a second, also without work
+            return f"its engine has not moved for {state.idle_s:.0f} s"
         return ""
 
     def _mismatch(self, member: Member) -> str:

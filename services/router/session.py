@@ -3,25 +3,31 @@
     start, cancel -> outbox -> writer --.                 .-- reader -> inbox of each request
                                          '-- Session RPC --'
 
-When the stream ends every request on it is lost (WorkerLost) and a new stream is opened. Nobody
-waits for anybody: the reader never blocks on a slow client, whose full inbox ends its request.
+When the stream ends, also because a message could not be understood or written, every request on it
+is lost (WorkerLost) and a new stream is opened. Nobody waits for anybody: the reader never blocks on
+a slow client, whose full inbox ends its request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
 
 import grpc
 
 from core import log
-from core.errors import Overloaded, Unavailable, WorkerLost
+from core.errors import BatonError, Overloaded, PeerLost, Unavailable, WorkerLost
 from core.request import Request, TokenDelta
+from services.router.bugs import reported
 from wire import codec, status
 from wire.v1 import generation_pb2 as gen
 from wire.v1 import generation_pb2_grpc as gen_grpc
 
 MAX_UNSENT_STARTS = 1024
+MAX_UNSENT_CANCELS = 8192
+WRITE_TIMEOUT_S = 10.0
 INBOX_DELTAS_PER_CHOICE = 1024
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 
@@ -69,11 +75,14 @@ class Inbox:
 
 
 class Session:
-    """Requests on one decode worker. `up`: a stream is open, or being opened."""
+    """Requests on one decode worker. `up`: a stream is open, or being opened. `count_fault` is told of
+    streams that ended for a reason which nobody foresaw."""
 
-    def __init__(self, worker_id: str, channel: grpc.aio.Channel) -> None:
+    def __init__(self, worker_id: str, channel: grpc.aio.Channel, count_fault: Callable[[str], None]) -> None:
         self.worker_id = worker_id
         self.up = False
+        self._count_fault = count_fault
+        self._heard = False  # whether the worker has said anything on the present stream
         self._stub = gen_grpc.DecodeStub(channel)
         self._inboxes: dict[str, Inbox] = {}
         self._unsent: dict[str, gen.SessionRequest] = {}  # starts, in order
@@ -84,7 +93,8 @@ class Session:
         """Queue a request; its deltas go to `inbox`. Raises Unavailable or Overloaded."""
         if not self.up:
             raise Unavailable(f"decode worker {self.worker_id} is not connected; try again")
-        if len(self._unsent) >= MAX_UNSENT_STARTS:
+        # A cancel is never refused; as long as too many wait, no more can be caused.
+        if len(self._unsent) >= MAX_UNSENT_STARTS or len(self._cancels) >= MAX_UNSENT_CANCELS:
             raise Overloaded(f"decode worker {self.worker_id} takes no more requests now; try again")
         self._inboxes[request.request_id] = inbox
         self._unsent[request.request_id] = gen.SessionRequest(start=codec.request_to_wire(request))
@@ -118,30 +128,44 @@ class Session:
             await reachable.wait()
             self.up = True
             try:
-                heard, reason = await self._stream()
+                reason = await self._stream()
             finally:
                 self.up = False
                 self._drop_all("the router closed the stream")
             logger.warning("session.lost", worker=self.worker_id, reason=reason)
-            retry_s = FIRST_RETRY_S if heard else min(2 * retry_s, LONGEST_RETRY_S)
+            retry_s = FIRST_RETRY_S if self._heard else min(2 * retry_s, LONGEST_RETRY_S)
             await asyncio.sleep(retry_s)
 
-    async def _stream(self) -> tuple[bool, str]:
-        """One stream, to its end. Returns whether the worker said anything, and why it ended."""
+    async def _stream(self) -> str:
+        """One stream, to its end; returns why it ended."""
         call = self._stub.Session()
-        writer = asyncio.create_task(self._write(call))
-        heard, reason = False, "the stream ended"
+        self._heard, reason = False, "the stream was closed"
         try:
-            async for reply in call:
-                heard = True
-                self._dispatch(reply)
-        except grpc.aio.AioRpcError as error:
-            reason = str(status.from_rpc(error, self.worker_id))
+            async with asyncio.TaskGroup() as ends:
+                ends.create_task(self._read(call))
+                ends.create_task(self._write(call))
+        except* Exception as errors:
+            reason = self._reason(errors.exceptions[0])
         finally:
             call.cancel()
-            writer.cancel()
         self._drop_all(reason)
-        return heard, reason
+        return reason
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, BatonError):
+            return error.message
+        self._count_fault("session")
+        return reported(error).message
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
+        """Raises what ended the stream."""
+        try:
+            async for reply in call:
+                self._heard = True
+                self._dispatch(reply)
+        except grpc.aio.AioRpcError as error:
+            raise status.from_rpc(error, self.worker_id) from None
+        raise PeerLost("the worker ended the stream")
 
     def _drop_all(self, reason: str) -> None:
         lost = WorkerLost(f"decode worker {self.worker_id} was lost while it held the request: {reason}")
@@ -163,7 +187,10 @@ class Session:
                         message = self._unsent.pop(request_id)
                     else:
                         message = self._cancels.popleft()
-                    await call.write(message)
+                    async with asyncio.timeout(WRITE_TIMEOUT_S):
+                        await call.write(message)
+        except TimeoutError:
+            raise PeerLost(f"{self.worker_id} has read nothing for {WRITE_TIMEOUT_S:g} s") from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end and reports it
 

@@ -33,6 +33,10 @@ from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.region import Region
 from kvtransfer.shm_transport import ShmTransport
 from kvtransfer.transport import Transport
+from services import address
+
+MIN_BLOCKS = 2
+"""A sequence needs a block for its prompt and one to grow into."""
 
 _log = log.get("worker")
 
@@ -88,7 +92,11 @@ def build(
     torch.set_num_threads(threads)
     progress("reading the model's files", 0.0)
     checkpoint = open_checkpoint(settings.model)
+    config = checkpoint.config
+    max_model_len = _max_model_len(config, settings)
     dtype, reason = resolve_dtype(settings.dtype)
+    layout = _layout(config, settings, dtype)
+    num_blocks = _num_blocks(settings, layout)
     cache_dir = os.path.expanduser(settings.cache_dir)
     weights = load_weights(
         checkpoint,
@@ -97,28 +105,27 @@ def build(
         lambda share: progress("converting weights", share),
     )
     progress("building the model", 0.0)
-    config = checkpoint.config
-    layout = _layout(config, settings, dtype)
     kernels = select_kernels(config, layout, cache_dir)
-    model = model_class(config.architecture)(config, weights, kernels, _longest(config, settings))
-    num_blocks = _num_blocks(settings, layout)
+    model = model_class(config.architecture)(config, weights, kernels, max_model_len)
     region = Region.create(num_blocks, layout.block_nbytes, incarnation)
     cache = KVCache(layout, num_blocks, region.data)
     runner = ModelRunner(model, cache)
     progress("warming up", 0.0)
     runner.warm_up()
-    fingerprint = _fingerprint(checkpoint, settings, layout)
+    fingerprint = _fingerprint(checkpoint, layout, max_model_len)
     scheduler = Scheduler(
         BlockPool(num_blocks, caching=settings.enable_prefix_caching),
         Limits(
             settings.block_size,
-            _longest(config, settings),
+            max_model_len,
             settings.max_num_seqs,
             settings.max_num_batched_tokens,
             settings.max_waiting,
         ),
         fingerprint.namespace,
     )
+    transports = _transports(settings, worker_id, region)
+    offers = {transport.name: transport.offer() for transport in transports}
     weights_nbytes = sum(tensor.nbytes for tensor in weights.values())
     kv_nbytes = num_blocks * layout.block_nbytes
     footprint = Footprint(
@@ -133,11 +140,9 @@ def build(
         load_s=time.monotonic() - started,
     )
     _log.info("worker.loaded", model=checkpoint.name, dtype=dtype, dtype_reason=reason, blocks=num_blocks)
-    transports = _transports(settings, worker_id, region)
-    offers = {transport.name: transport.offer() for transport in transports}
     return Built(
         incarnation,
-        checkpoint.config,
+        config,
         fingerprint,
         region,
         EngineLoop(Engine(scheduler, runner, emit)),
@@ -147,7 +152,7 @@ def build(
     )
 
 
-def _longest(config: ModelConfig, settings: Settings) -> int:
+def _max_model_len(config: ModelConfig, settings: Settings) -> int:
     longest = settings.max_model_len or config.max_position
     if longest > config.max_position:
         raise ConfigError(
@@ -163,17 +168,20 @@ def _layout(config: ModelConfig, settings: Settings, dtype: str) -> KVLayout:
 
 def _num_blocks(settings: Settings, layout: KVLayout) -> int:
     """Blocks of the pool (whether it fits into memory, `Region.create` says)."""
-    num_blocks = settings.num_blocks or layout.num_blocks_in(settings.kv_cache_memory_bytes)
-    if num_blocks < 2:
+    if settings.num_blocks is not None:
+        if settings.num_blocks < MIN_BLOCKS:
+            raise ConfigError(f"--num-blocks {settings.num_blocks} is too few; give at least {MIN_BLOCKS}")
+        return settings.num_blocks
+    num_blocks = layout.num_blocks_in(settings.kv_cache_memory_bytes)
+    if num_blocks < MIN_BLOCKS:
         raise ConfigError(
-            f"kv_cache_memory_bytes {settings.kv_cache_memory_bytes} holds {num_blocks} blocks of "
-            f"{layout.block_nbytes} bytes; give at least {2 * layout.block_nbytes}"
+            f"--kv-cache-memory-bytes {settings.kv_cache_memory_bytes} holds {num_blocks} blocks of "
+            f"{layout.block_nbytes} bytes; give at least {MIN_BLOCKS * layout.block_nbytes}"
         )
     return num_blocks
 
 
-def _fingerprint(checkpoint: Checkpoint, settings: Settings, layout: KVLayout) -> Fingerprint:
-    config = checkpoint.config
+def _fingerprint(checkpoint: Checkpoint, layout: KVLayout, max_model_len: int) -> Fingerprint:
     return Fingerprint(
         model_digest=checkpoint.weights_digest(),
         tokenizer_digest=checkpoint.tokenizer_digest,
@@ -182,8 +190,8 @@ def _fingerprint(checkpoint: Checkpoint, settings: Settings, layout: KVLayout) -
         head_dim=layout.head_dim,
         block_size=layout.block_size,
         kv_dtype=layout.kv_dtype,
-        rope=config.rope_description,
-        max_model_len=_longest(config, settings),
+        rope=checkpoint.config.rope_description,
+        max_model_len=max_model_len,
     )
 
 
@@ -192,8 +200,8 @@ def _transports(settings: Settings, worker_id: str, region: Region) -> list[Tran
     offers: list[Transport] = []
     if settings.transport in ("auto", "shm"):
         offers.append(ShmTransport(region))
-    host = (settings.advertise or settings.listen).rpartition(":")[0]
-    elsewhere = host not in ("localhost", "[::1]") and not host.startswith("127.")
+    host, _ = address.split(settings.advertise or settings.listen, "--advertise")
+    elsewhere = not address.is_loopback(host)
     if settings.transport == "nixl" or (settings.transport == "auto" and elsewhere):
         offers.append(NixlTransport(region, worker_id))
     return offers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import uuid
@@ -17,8 +18,8 @@ from grpc_health.v1._async import HealthServicer
 from core import faults, log
 from core.errors import ConfigError
 from core.settings import Settings
+from services import address
 from services.worker import cpu
-from services.worker.address import bind, split
 from services.worker.host import Phase, WorkerHost
 from services.worker.hub import Hub
 from services.worker.metrics import WorkerMetrics
@@ -26,6 +27,9 @@ from services.worker.probes import ProbeServer
 from services.worker.watch import WatchService
 from wire import channel
 from wire.v1 import worker_pb2_grpc
+
+ENGINE_LOOK_S = 0.2
+"""How often a worker looks whether its engine's thread still lives."""
 
 _log = log.get("worker")
 
@@ -41,30 +45,49 @@ class Service(Protocol):
 Attach = Callable[[WorkerHost, grpc.aio.Server], Service]
 
 
-def run(settings: Settings, attach: Sequence[Attach]) -> int:
+def run(settings: Settings, role: str, attach: Sequence[Attach]) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before serving."""
-    bind(*split(settings.listen, "--listen"), flag="--listen").close()
+    settings = with_place(settings, role)
     cores, threads = cpu.confine(settings)
     faults.configure(settings.faults)
-    return uvloop.run(_main(settings, attach, cores, threads))
+    return uvloop.run(_main(settings, role, attach, cores, threads))
 
 
-async def _main(settings: Settings, attach: Sequence[Attach], cores: list[int], threads: int) -> int:
+def with_place(settings: Settings, role: str) -> Settings:
+    """`settings` with the port to listen on chosen, the address that peers are told and a worker id.
+
+    Raises ConfigError for an address that nobody can listen on or connect to.
+    """
+    listen_host, wanted = address.split(settings.listen, "--listen")
+    address.announced(settings.listen, settings.advertise)
+    with address.bind(listen_host, wanted, host_flag="--listen", port_flag="--listen") as listener:
+        listen = address.join(listen_host, listener.getsockname()[1])
+    advertise = settings.advertise or listen
+    # The address, since routers reach no two workers at one; a pid is 1 in every container.
+    worker_id = settings.worker_id or "{}-{}-{}".format(role, *address.split(advertise, "--advertise"))
+    place = {"listen": listen, "advertise": advertise, "worker_id": worker_id}
+    return settings.model_copy(update=place)
+
+
+async def _main(
+    settings: Settings, role: str, attach: Sequence[Attach], cores: list[int], threads: int
+) -> int:
     from services.worker.build import build  # torch: only after the cores are set
 
     incarnation = uuid.uuid4().hex[:12]
-    worker_id = settings.worker_id or f"{settings.role}-{os.getpid()}"
+    worker_id = settings.worker_id
     log.configure(settings.log_level, settings.log_format, worker=worker_id)
-    host = WorkerHost(settings, worker_id, incarnation, Hub(), cores=cores)
+    host = WorkerHost(settings, role, worker_id, incarnation, Hub(), cores=cores)
     stop = _handle_signals(host)
     probes = ProbeServer(host)
-    host.probe_address = await probes.start()
+    announced_host, _ = address.split(settings.advertise, "--advertise")
+    host.probe_address = address.join(announced_host, await probes.start())
 
     def progress(doing: str, share: float) -> None:
         host.progress = (doing, share)
 
     built = await asyncio.to_thread(build, settings, worker_id, incarnation, threads, host.hub.emit, progress)
-    host.loaded(built, WorkerMetrics(built.loop, settings.role, worker_id, model_label(settings)))
+    host.loaded(built, WorkerMetrics(built.loop, role, worker_id, model_label(settings)))
     server = channel.server()
     services = [make(host, server) for make in attach]
     watch = WatchService(host)
@@ -76,7 +99,12 @@ async def _main(settings: Settings, attach: Sequence[Attach], cores: list[int], 
     host.phase, host.progress = Phase.READY, ("ready", 1.0)
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _log.info("worker.ready", address=host.address, probes=host.probe_address, incarnation=incarnation)
-    await stop.wait()
+    if not await until_asked(stop, host):
+        _log.error("worker.engine_died", hint="its error is above; exiting, to be started again")
+        watch.close()
+        with contextlib.suppress(TimeoutError):  # what the engine's end meant for requests still goes out
+            await asyncio.wait_for(server.stop(grace=ENGINE_LOOK_S), 2.0)
+        os._exit(1)  # nothing is left to drain, and no thread to wait for
     host.phase = Phase.DRAINING
     watch.wake()
     await checks.enter_graceful_shutdown()
@@ -111,20 +139,30 @@ def _handle_signals(host: WorkerHost) -> asyncio.Event:
     return stop
 
 
+async def until_asked(stop: asyncio.Event, host: WorkerHost) -> bool:
+    """Wait until `stop` is set; False when the engine's thread died before."""
+    while not stop.is_set():
+        if host.built.loop.failed:
+            return False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), ENGINE_LOOK_S)
+    return True
+
+
 async def _listen(server: grpc.aio.Server, settings: Settings) -> str:
     """Bind and start; returns host:port as peers reach it."""
     try:
-        port = server.add_insecure_port(settings.listen)
+        server.add_insecure_port(settings.listen)
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {settings.listen}: {error}; choose another address") from None
+        raise ConfigError(f"cannot listen on {settings.listen}: {error}; choose another --listen") from None
     await server.start()
-    return settings.advertise or f"{settings.listen.rpartition(':')[0]}:{port}"
+    return settings.advertise
 
 
 async def _drain(host: WorkerHost) -> bool:
     """Let running work finish, at most `drain_timeout_s`; True when nothing was left."""
     deadline = asyncio.get_running_loop().time() + host.settings.drain_timeout_s
-    while asyncio.get_running_loop().time() < deadline:
+    while asyncio.get_running_loop().time() < deadline and not host.built.loop.failed:
         s = host.built.loop.stats
         if not (s.running or s.waiting or s.loading or s.held or host.hub.num_registered):
             return True

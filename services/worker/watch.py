@@ -73,7 +73,6 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
             probe_address=host.probe_address,
             transports=[transport.name for transport in built.transports],
             total_blocks=built.footprint.num_blocks,
-            block_size=built.fingerprint.block_size,
             dtype=built.footprint.dtype,
             version=VERSION,
         )

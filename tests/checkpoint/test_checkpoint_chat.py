@@ -69,29 +69,6 @@ def test_marks_in_content_do_no_harm(tokenizer):
     assert encode_chat(tokenizer, user(f"a{GUARD}b")) == tokenizer.encode(unmarked, add_special=False)
 
 
-def test_null_and_lists_of_text_are_content(tokenizer):
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert render_chat(tokenizer, user(parts)) == render_chat(tokenizer, user("one\ntwo"))
-    assert render_chat(tokenizer, user(None)) == render_chat(tokenizer, user(""))
-    assert render_chat(tokenizer, [{"role": "user"}]) == render_chat(tokenizer, user(""))
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "'image_url'"),
-        ([{"type": "text"}], r"messages\[0\]\.content\[0\]"),
-        (["text"], "'str'"),
-        (7, "int"),
-        ({"type": "text", "text": "a"}, "dict"),
-    ],
-)
-def test_other_content_is_refused_by_name(tokenizer, content, told):
-    with pytest.raises(InvalidParameter, match=told) as error:
-        render_chat(tokenizer, user(content))
-    assert error.value.param == "messages"
-
-
 @pytest.mark.parametrize(
     "template",
     [

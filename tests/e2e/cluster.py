@@ -100,8 +100,11 @@ class Process:
         return self.ready().get("stats", {})
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's series that carry these labels."""
+        """Sum of a metric's series that carry these labels; a name that is not exported is an error."""
         text = httpx.get(f"http://127.0.0.1:{self.probe_port}/metrics", timeout=5).text
+        assert f"# TYPE {name.removesuffix('_count').removesuffix('_sum')} " in text, (
+            f"{name} is not exported"
+        )
         total = 0.0
         for line in text.splitlines():
             head, _, value = line.rpartition(" ")

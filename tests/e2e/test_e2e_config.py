@@ -93,11 +93,35 @@ def test_a_port_in_use(command: str, flag: str):
     assert flag in said
 
 
+@pytest.mark.parametrize("command", ["serve", "decode"])
+def test_a_host_that_is_not_here_is_no_port_in_use(command: str):
+    flags = ["--host=192.0.2.1"] if command == "serve" else ["--listen=192.0.2.1:0"]
+    said = sentence(baton(command, *flags))
+    assert "Cannot assign requested address" in said
+    assert flags[0].partition("=")[0] in said
+
+
+def test_a_worker_has_to_say_where_peers_reach_it():
+    assert "--advertise" in sentence(baton("prefill", "--listen", "0.0.0.0:0"))
+
+
+def test_a_pool_of_one_block():
+    assert "--num-blocks 1 " in sentence(baton("decode", "--num-blocks", "1"))
+
+
+def test_two_workers_that_give_up_are_told_of_once():
+    """Both refuse for the same reason: one sentence, the worker's own, and its exit status."""
+    assert "--max-model-len" in sentence(baton("serve", "--port=0", "--max-model-len=100000"))
+
+
 class TestASettingNobodyKnows:
     """The nearest one is named, wherever the wrong one came from."""
 
     def test_as_a_flag(self):
         assert "--num-blocks" in sentence(baton("decode", "--num-bloks", "3"))
+
+    def test_the_role_is_the_command(self):
+        assert "--role" in sentence(baton("decode", "--role", "prefill"))
 
     def test_in_the_environment(self):
         said = sentence(baton("decode", BATON_NUM_BLOKS="3"))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,6 +159,24 @@ def test_a_worker_that_dies_is_told_of_and_started_again(serving: Serving):
     assert after["decode-0"]["pid"] == before["decode-0"]["pid"]
     assert after["prefill-0"]["incarnation"] != before["prefill-0"]["incarnation"]
     assert is_gold(serving.complete("story-128", 4, plan="disaggregated"), "story-128", 4)
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0])
+def test_ctrl_c_while_it_starts(after_s: float):
+    """1. SIGINT before anything is ready.  2. Everything ends at once, with nothing to read."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "serve", "--port=0", "--num-blocks=64", "--log-level=error"],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    time.sleep(after_s)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=5)
+    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert "Traceback" not in err
+    assert err.splitlines() in ([], ["baton: stopped"])
+    assert [child for child in family if child.is_running()] == []
 
 
 def test_without_a_prefill_worker():

@@ -117,7 +117,9 @@ def test_what_never_fits_is_refused_at_once(harness) -> None:
 
 
 @pytest.mark.parametrize(("length", "max_tokens", "fits"), [(60, 4, True), (60, 5, False), (64, 1, False)])
-def test_no_position_lies_beyond_the_models_context(harness, length: int, max_tokens: int, fits: bool) -> None:
+def test_no_position_lies_beyond_the_models_context(
+    harness, length: int, max_tokens: int, fits: bool
+) -> None:
     h = harness(max_model_len=64)
     h.add("r", random_prompt(length), max_tokens)
     h.run()
@@ -126,7 +128,8 @@ def test_no_position_lies_beyond_the_models_context(harness, length: int, max_to
         return
     error = h.failure("r").error
     assert isinstance(error, ContextLengthExceeded)
-    assert {str(length), f"({max_tokens})", "64"} <= set(error.message.replace("(6", "6").split())
+    for number in (f"({length} tokens)", f"({max_tokens})", "64 tokens"):
+        assert number in error.message
 
 
 def test_a_prefill_job_beyond_the_models_context_is_refused(harness) -> None:
@@ -386,23 +389,23 @@ def test_a_prompt_that_starts_over_counts_its_sources_anew(harness) -> None:
 
 
 def test_a_prompt_preempted_before_its_first_token_counts_its_sources_anew(harness) -> None:
-    """1. Half of b's prompt is cached. 2. a's growth preempts b in its prompt. 3. Its cache is evicted."""
-    h = harness(num_blocks=12, block_size=8, max_num_batched_tokens=8)
-    prompt = random_prompt(40, 1)
+    """1. b starts with 24 cached tokens. 2. The choices of a grow and preempt it in mid-prompt.
+    3. Taken up again, it finds what it had computed, as far as a did not need those blocks."""
+    h = harness(num_blocks=28, block_size=8, max_num_batched_tokens=8)
+    prompt = random_prompt(150, 1)
     h.add("warm", prompt[:24], 1)
     h.run()
-    h.add("a", random_prompt(12, 2), 84)
+    h.add("a", random_prompt(15, 2), 30, n=4)
     while not h.tokens("a"):
         h.step()
     h.add("b", prompt, 2)
-    h.step()
-    (b,) = [s for s in h.scheduler.running if s.request_id == "b"]
-    assert b.num_cached == 16 or b.num_cached == 24
-    h.scheduler._preempt(b)
+    while not h.scheduler.num_preempted and not h.tokens("b"):
+        h.step()
+    assert not h.tokens("b")
     h.run()
     assert h.tokens("b") == expected(prompt, 2)
     gathered = h.gathered("b")
-    assert gathered.cached_tokens + gathered.computed_tokens == 40
+    assert (gathered.cached_tokens, gathered.computed_tokens) == (56, 94)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -429,9 +432,7 @@ def test_random_storm_keeps_the_books(harness, seed: int) -> None:
             )
         for _ in range(rng.randrange(4)):
             h.step()
-        for event in h.events[seen:]:
-            if isinstance(event, LoadOrdered):
-                open_loads.append(event)
+        open_loads += [e for e in h.events[seen:] if isinstance(e, LoadOrdered)]
         seen = len(h.events)
         while open_loads and rng.random() < 0.5:
             order = open_loads.pop(rng.randrange(len(open_loads)))
@@ -443,9 +444,7 @@ def test_random_storm_keeps_the_books(harness, seed: int) -> None:
         while jobs and rng.random() < 0.4:
             h.engine.handle(Abort(jobs.pop(rng.randrange(len(jobs)))))
     for _ in range(20_000):
-        for event in h.events[seen:]:
-            if isinstance(event, LoadOrdered):
-                open_loads.append(event)
+        open_loads += [e for e in h.events[seen:] if isinstance(e, LoadOrdered)]
         seen = len(h.events)
         for order in open_loads:
             h.engine.handle(LoadFinished(order.request_id, LoadReport(0)))

@@ -40,7 +40,7 @@ def decide(facts=100, fleet=None, forced=Forced.AUTO, seed=0, **changes):
         (80, (SMALL_P,), "auto", "disaggregated", Reason.LONG_PROMPT),
         (81, (OTHER_P, SMALL_P, P), "auto", "disaggregated", Reason.LONG_PROMPT),
         (81, (P,), "local", "local", Reason.FORCED_LOCAL),
-        (5, (P,), "disaggregated", "disaggregated", Reason.FORCED_DISAGGREGATED),
+        (17, (P,), "disaggregated", "disaggregated", Reason.FORCED_DISAGGREGATED),
     ],
 )
 def test_kind_and_reason(tokens, prefill, forced, kind, reason):
@@ -62,6 +62,22 @@ def test_prompt_logprobs_are_local_and_contradict_a_forced_handoff():
     assert decide(100, prompt_logprobs=True).reason is Reason.NEEDS_PROMPT_LOGPROBS
     with pytest.raises(InvalidParameter):
         decide(100, forced=Forced.DISAGGREGATED, prompt_logprobs=True)
+
+
+@pytest.mark.parametrize("prefill", [(P,), ()])
+def test_a_forced_handoff_of_no_full_block_is_the_clients_mistake(prefill):
+    with pytest.raises(InvalidParameter, match="at least 17 tokens") as caught:
+        decide(16, FleetView((D,), prefill), Forced.DISAGGREGATED)
+    assert caught.value.param == "X-Baton-Plan"
+
+
+def test_the_next_prompt_sees_the_load_of_the_one_before():
+    fleet = FleetView((D, replace(D, worker_id="d2", incarnation="2")), (replace(P, incarnation="3"),))
+    made = decide(100, fleet)
+    after = fleet.after(made, 3)
+    loads = {worker.incarnation: worker.load for worker in (*after.decode, *after.prefill)}
+    assert loads == {"1": 0, "2": 0, "3": 3} | {made.decode.incarnation: 3}
+    assert decide(100, after).decode.incarnation != made.decode.incarnation
 
 
 def test_nobody_ready():

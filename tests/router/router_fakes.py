@@ -146,7 +146,6 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
                 pid=1,
                 address=self.address,
                 total_blocks=self._total_blocks,
-                block_size=self.print.block_size,
                 transports=["shm"],
             )
         )

@@ -42,8 +42,13 @@ class Stack:
 
     async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
         async with asyncio.timeout(seconds):
-            while not condition():  # noqa: ASYNC110 - conditions are about other processes' news
+            while not condition():
                 await asyncio.sleep(0.01)
+
+    def up(self) -> int:
+        """Decode workers that take requests now."""
+        assert self.router.fleet is not None
+        return len(self.router.fleet.view().decode)
 
     def states(self) -> dict[str, str]:
         assert self.router.fleet is not None
@@ -57,7 +62,9 @@ async def stacked(
     router = Router(Settings(api_key=key, **settings))  # type: ignore[arg-type]
     addresses = tuple([await worker.start() for worker in workers])
     router.text = text
-    router.fleet = Fleet(StaticDiscovery(addresses), text.tokenizer_digest, router.settings.step_timeout_s)
+    silence_s = router.settings.step_timeout_s
+    found = StaticDiscovery(addresses)
+    router.fleet = Fleet(found, text.tokenizer_digest, silence_s, router.metrics.count_fault)
     following = asyncio.create_task(router.fleet.run())
     server = uvicorn.Server(
         uvicorn.Config(

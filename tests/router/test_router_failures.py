@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from collections import deque
 
 import openai
 import pytest
@@ -221,17 +222,92 @@ async def test_a_bug_is_an_envelope_and_a_log_line_without_its_words(stack_of, m
         async with stack_of() as stack:
             answer = await stack.http.post("/v1/completions", json={"model": stack.model, "prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
-    [bug] = [line for line in captured if line["event"] == "request.bug"]
+    [bug] = [line for line in captured if line["event"] == "router.bug"]
     assert bug["kind"] == "ValueError"
     assert "secret words" not in repr(captured) + answer.text
 
 
-async def test_a_worker_that_aborts_is_an_error(stack_of):
+async def test_a_message_nobody_understands_is_a_lost_stream(stack_of):
+    """1. A newer worker ends a choice for a reason that is unknown here.  2. All its requests are lost,
+    the fault is counted.  3. The stream is opened anew: the next request is answered."""
+
     async def script(request):
         yield TokenDelta(request.request_id, 0, (504,))
-        yield TokenDelta(request.request_id, 0, (), (), FinishReason.ABORT)
+        if len(request.prompt_token_ids) == 1:
+            await asyncio.sleep(30)
+        elif len(request.prompt_token_ids) == 2:
+            yield TokenDelta(request.request_id, 0, (), (), "paused")
+        else:
+            yield TokenDelta(request.request_id, 0, (), (), FinishReason.LENGTH)
 
     async with stack_of(script) as stack:
-        with pytest.raises(openai.InternalServerError) as caught:
+        bystander = asyncio.create_task(start(stack, prompt=[504]))
+        await stack.until(lambda: bool(stack.worker.open))
+        for asked in (asyncio.create_task(start(stack, prompt=[504] * 2)), bystander):
+            with pytest.raises(openai.InternalServerError) as caught:
+                async with asyncio.timeout(2):
+                    await asked
+            assert caught.value.code == "worker_lost"
+        assert 'baton_faults_total{where="session"} 1.0' in exposition(stack)
+        await stack.until(lambda: stack.up() == 1)
+        answer = await start(stack, prompt=[504] * 3)
+        assert answer.choices[0].finish_reason == "length"
+
+
+async def test_a_bug_while_watching_is_a_lost_stream_too(stack_of, monkeypatch):
+    async with stack_of() as stack:
+        with monkeypatch.context() as patch:
+            patch.setattr(stack.router.fleet.roster, "state", None)
+            stack.worker.change(running=1)
+            await stack.until(lambda: stack.states() == {"decode-0": "lost"})
+        assert 'baton_faults_total{where="watch"}' in exposition(stack)
+        await stack.until(lambda: stack.states() == {"decode-0": "ready"})
+        await start(stack, max_tokens=3)
+
+
+class Broken(deque):
+    def popleft(self):
+        raise KeyError
+
+
+async def test_a_bug_in_the_writer_ends_the_stream(stack_of):
+    async with stack_of(says(IDS, delay_s=30)) as stack:
+        bystander = asyncio.create_task(start(stack))
+        await stack.until(lambda: bool(stack.worker.open))
+        [decode] = stack.router.fleet.view().decode
+        session = stack.router.fleet.session(decode.incarnation)
+        session._cancels = Broken([None])
+        session._wake.set()
+        with pytest.raises(openai.InternalServerError, match="was lost"):
+            async with asyncio.timeout(2):
+                await bystander
+        assert 'baton_faults_total{where="session"} 1.0' in exposition(stack)
+        await stack.until(lambda: session.up)
+
+
+async def test_a_worker_that_reads_nothing_is_lost(stack_of, monkeypatch):
+    """1. A worker reads no more.  2. What is sent fills the connection.  3. A write takes too long: all
+    its requests are lost."""
+    monkeypatch.setattr("services.router.session.WRITE_TIMEOUT_S", 0.5)
+
+    async def deaf(self, messages, replies):
+        await asyncio.sleep(30)
+
+    async with stack_of(blocks=10_000) as stack:
+        monkeypatch.setattr(type(stack.worker), "_read", deaf)
+        await stack.worker.stop()
+        await stack.worker.start()
+        await stack.until(lambda: stack.states() == {"decode-0": "ready"})
+        await stack.until(lambda: stack.up() == 1)
+        asked = [start(stack, prompt=[[40_000] * 8000] * 8, max_tokens=1) for _ in range(20)]
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert {getattr(outcome, "code", outcome) for outcome in outcomes} <= {"worker_lost", "unavailable"}
+        assert any("has read nothing" in str(outcome) for outcome in outcomes)
+
+
+async def test_while_cancels_wait_nothing_is_started(stack_of, monkeypatch):
+    monkeypatch.setattr("services.router.session.MAX_UNSENT_CANCELS", 0)
+    async with stack_of() as stack:
+        with pytest.raises(openai.RateLimitError):
             await start(stack)
-        assert caught.value.code == "worker_lost"

@@ -90,14 +90,15 @@ def test_majority_wins_and_the_dead_do_not_vote():
     assert status(book, 0)[0] is WorkerState.READY
 
 
-def test_silence_is_no_state_or_a_stuck_engine_with_work():
+def test_silence_is_no_state_or_an_engine_that_does_not_turn():
     book = roster(hello())
     assert status(book, 0, now=9)[0] is WorkerState.READY
     assert status(book, 0, now=11)[0] is WorkerState.SILENT
-    book.state("h:0", pb.State(phase="ready", idle_s=99), now=20)
-    assert status(book, 0, now=21)[0] is WorkerState.READY
-    book.state("h:0", pb.State(phase="ready", idle_s=99, running=1), now=20)
-    assert status(book, 0, now=21)[0] is WorkerState.SILENT
+    for work in (0, 1):  # an engine that died without work tells of none ever after
+        book.state("h:0", pb.State(phase="ready", idle_s=9, running=work), now=20)
+        assert status(book, 0, now=21)[0] is WorkerState.READY
+        book.state("h:0", pb.State(phase="ready", idle_s=11, running=work), now=20)
+        assert status(book, 0, now=21) == (WorkerState.SILENT, "its engine has not moved for 11 s")
 
 
 def test_load_counts_what_no_state_has_shown_yet():
@@ -113,13 +114,14 @@ async def test_plans_reach_the_worker_and_the_headers(stack_of, text):
     prompt = "The quick brown fox jumps over the lazy dog. " * 20
     async with stack_of(prefill=1) as stack:
 
-        async def ask(plan=None, prompt=prompt):
+        async def ask(plan: str | None = None, prompt: str | list[int] = prompt):
             headers = {"X-Baton-Plan": plan} if plan else {}
             body = {"model": stack.model, "prompt": prompt}
             return await stack.http.post("/v1/completions", json=body, headers=headers)
 
         seen = []
-        for plan, text_ in ((None, prompt), (None, "short"), ("local", prompt), ("disaggregated", "short")):
+        plans = ((None, prompt), (None, "short"), ("local", prompt), ("disaggregated", [504] * 17))
+        for plan, text_ in plans:
             answer = await ask(plan, text_)
             assert answer.status_code == 200
             names = ("plan", "reason", "prefill", "decode")
@@ -136,8 +138,8 @@ async def test_plans_reach_the_worker_and_the_headers(stack_of, text):
         assert (first.prefill.address, first.prefill.incarnation) == (peer.address, peer.incarnation)
         assert len(first.block_hashes) == len(first.prompt_token_ids) // 16
         assert stack.worker.starts[2].prefill is None
-        bad = await ask("sideways")
-        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "X-Baton-Plan")
+        for bad in (await ask("sideways"), await ask("disaggregated", [504] * 16)):
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, "X-Baton-Plan")
 
 
 async def test_router_ids_are_the_workers_ids_for_fifty_bodies(stack_of, text):
@@ -197,6 +199,23 @@ async def test_another_tokenizer_is_never_ready(text):
             await stack.client.completions.create(model=stack.model, prompt="x")
 
 
+async def test_two_workers_of_one_id_keep_their_own_requests(text):
+    """1. Two containers call their workers `w`.  2. Requests spread over both.  3. One dies: only its
+    request is lost, and the other worker takes the next."""
+    print_ = fingerprint(text.tokenizer_digest)
+    twins = [FakeWorker(print_, says([504] * 9, delay_s=0.1), worker_id="w") for _ in range(2)]
+    async with stacked(text, twins, wait=False) as stack:
+        await stack.until(lambda: stack.up() == 2)
+        ask = stack.client.completions.create
+        asked = [asyncio.create_task(ask(model=stack.model, prompt="x")) for _ in range(2)]
+        await stack.until(lambda: all(len(twin.open) == 1 for twin in twins))
+        await twins[0].stop()
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Completion", "InternalServerError"]
+        await ask(model=stack.model, prompt="x")
+        assert len(twins[1].starts) == 2
+
+
 async def test_a_silent_worker_loses_its_requests(stack_of):
     async with stack_of(says([504], delay_s=60), step_timeout_s=2) as stack:
         asked = asyncio.create_task(stack.client.completions.create(model=stack.model, prompt="x"))
@@ -222,6 +241,24 @@ async def test_draining_finishes_old_requests_and_takes_no_new_ones(stack_of, te
         assert (await running).choices[0].finish_reason == "stop"
         assert len(busy.starts) == 1
         assert len(other.starts) == 5
+
+
+async def test_prompts_of_one_request_spread_too(stack_of):
+    async with stack_of(says([504] * 5, delay_s=0.05), decode=4) as stack:
+        await stack.client.completions.create(model=stack.model, prompt=["x"] * 40)
+        assert [len(w.starts) for w in stack.workers] == [10] * 4
+
+
+async def test_what_is_refused_is_no_plan_and_no_load(stack_of):
+    async with stack_of(blocks=16) as stack:
+        fits, too_long = [504] * 10, [504] * 300
+        with pytest.raises(openai.BadRequestError):
+            await stack.client.completions.create(model=stack.model, prompt=[fits, too_long, fits])
+        assert "baton_plans_total{" not in stack.router.metrics.exposition().decode()
+        assert [w.load for w in stack.router.fleet.view().decode] == [0]
+        await stack.client.completions.create(model=stack.model, prompt=[fits, fits])
+        lines = stack.router.metrics.exposition().decode()
+        assert 'baton_plans_total{plan="local",reason="no_prefill_worker"} 2.0' in lines
 
 
 async def test_load_spreads_over_equal_workers(stack_of):

@@ -117,6 +117,7 @@ async def test_wrong_methods_are_envelopes_and_head_is_get_without_a_body(stack_
             wrong = await stack.http.delete(path)
             assert (wrong.status_code, set(wrong.json())) == (405, {"error"})
             assert wrong.json()["error"]["code"] == "method_not_allowed"
+            assert wrong.headers["allow"] == ("GET, HEAD" if "get" in methods else "POST")
             head = await stack.http.head(path)
             assert (head.status_code, head.content) == (200 if "get" in methods else 405, b"")
             gone = await stack.http.get(f"/x{path}/")

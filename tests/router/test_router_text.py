@@ -99,7 +99,7 @@ def test_alphabet_stop_over_token_borders(text):
     whole = merged(pieces)
     assert whole.text == "ABC"
     assert whole.finish_reason == "stop"
-    assert choice.stopped_by_text
+    assert choice.finished
     assert whole.token_ids == ids[: choice.num_tokens]
     kept = [token.token_id for token in whole.scored]
     assert text.tokenizer.decode(kept).startswith("ABC")

@@ -1,13 +1,10 @@
-"""Cores of workers, and flags handed to children."""
+"""Cores of workers."""
 
 from __future__ import annotations
 
 import pytest
 
 from core.errors import ConfigError
-from core.settings import Settings, load
-from services.children import child_flags
-from services.cli import _parser
 from services.worker.cpu import parse_cores, split_cores
 
 
@@ -34,22 +31,3 @@ def test_a_bad_list_is_refused() -> None:
 )
 def test_every_worker_has_cores_of_its_own(cores: list[int], workers: int, shares: list[list[int]]) -> None:
     assert split_cores(cores, workers) == shares
-
-
-def test_flags_for_a_child_parse_back_to_the_same_settings() -> None:
-    settings = Settings.model_validate(
-        {
-            "dtype": "bf16",
-            "max_model_len": 512,
-            "enable_prefix_caching": False,
-            "lease_s": 0.5,
-            "api_key": "secret",
-        }
-    )
-    flags = child_flags(settings, port=9, discovery="static://a:1,b:2")
-    assert not any("secret" in flag for flag in flags), "the process list is public"
-    given = vars(_parser().parse_args(["router", *flags]))
-    given.pop("command")
-    given.pop("config")
-    again, _ = load(given, {})
-    assert again == settings.model_copy(update={"port": 9, "discovery": "static://a:1,b:2", "api_key": ""})

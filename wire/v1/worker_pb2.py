@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from wire.v1 import kv_pb2 as wire_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14wire/v1/worker.proto\x12\rbaton.wire.v1\x1a\x10wire/v1/kv.proto\"!\n\x0cWatchRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"b\n\nWatchEvent\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.HelloH\x00\x12%\n\x05state\x18\x02 \x01(\x0b\x32\x14.baton.wire.v1.StateH\x00\x42\x06\n\x04kind\"\x8f\x02\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1a.baton.wire.v1.Fingerprint\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\x15\n\rprobe_address\x18\x08 \x01(\t\x12\x12\n\ntransports\x18\t \x03(\t\x12\x14\n\x0ctotal_blocks\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\t\"\xa2\x01\n\x05State\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0f\n\x07loading\x18\x06 \x01(\r\x12\x0c\n\x04held\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x0e\n\x06idle_s\x18\t \x01(\x01\x32K\n\x06Worker\x12\x41\n\x05Watch\x12\x1b.baton.wire.v1.WatchRequest\x1a\x19.baton.wire.v1.WatchEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14wire/v1/worker.proto\x12\rbaton.wire.v1\x1a\x10wire/v1/kv.proto\"\x0e\n\x0cWatchRequest\"b\n\nWatchEvent\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.HelloH\x00\x12%\n\x05state\x18\x02 \x01(\x0b\x32\x14.baton.wire.v1.StateH\x00\x42\x06\n\x04kind\"\xfb\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1a.baton.wire.v1.Fingerprint\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\x15\n\rprobe_address\x18\x08 \x01(\t\x12\x12\n\ntransports\x18\t \x03(\t\x12\x14\n\x0ctotal_blocks\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\"\xa2\x01\n\x05State\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0f\n\x07loading\x18\x06 \x01(\r\x12\x0c\n\x04held\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x0e\n\x06idle_s\x18\t \x01(\x01\x32K\n\x06Worker\x12\x41\n\x05Watch\x12\x1b.baton.wire.v1.WatchRequest\x1a\x19.baton.wire.v1.WatchEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire.v1.worker_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHREQUEST']._serialized_start=57
-  _globals['_WATCHREQUEST']._serialized_end=90
-  _globals['_WATCHEVENT']._serialized_start=92
-  _globals['_WATCHEVENT']._serialized_end=190
-  _globals['_HELLO']._serialized_start=193
-  _globals['_HELLO']._serialized_end=464
-  _globals['_STATE']._serialized_start=467
-  _globals['_STATE']._serialized_end=629
-  _globals['_WORKER']._serialized_start=631
-  _globals['_WORKER']._serialized_end=706
+  _globals['_WATCHREQUEST']._serialized_end=71
+  _globals['_WATCHEVENT']._serialized_start=73
+  _globals['_WATCHEVENT']._serialized_end=171
+  _globals['_HELLO']._serialized_start=174
+  _globals['_HELLO']._serialized_end=425
+  _globals['_STATE']._serialized_start=428
+  _globals['_STATE']._serialized_end=590
+  _globals['_WORKER']._serialized_start=592
+  _globals['_WORKER']._serialized_end=667
 # @@protoc_insertion_point(module_scope)

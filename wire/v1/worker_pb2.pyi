@@ -8,10 +8,8 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WatchRequest(_message.Message):
-    __slots__ = ("router_id",)
-    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    router_id: str
-    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WatchEvent(_message.Message):
     __slots__ = ("hello", "state")
@@ -22,7 +20,7 @@ class WatchEvent(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "host", "pid", "address", "probe_address", "transports", "total_blocks", "block_size", "dtype", "version")
+    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "host", "pid", "address", "probe_address", "transports", "total_blocks", "dtype", "version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -33,7 +31,6 @@ class Hello(_message.Message):
     PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
@@ -46,10 +43,9 @@ class Hello(_message.Message):
     probe_address: str
     transports: _containers.RepeatedScalarFieldContainer[str]
     total_blocks: int
-    block_size: int
     dtype: str
     version: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., probe_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., probe_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., total_blocks: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class State(_message.Message):
     __slots__ = ("phase", "free_blocks", "cached_blocks", "running", "waiting", "loading", "held", "steps", "idle_s")

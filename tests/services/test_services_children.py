@@ -1,0 +1,67 @@
+"""What `baton serve` hands to its children, and what it hears from them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from core.settings import Settings, load
+from services.children import Child, child_environment, child_flags
+from services.flags import make_parser
+
+
+def as_child(command: str, flags: list[str], environ: dict[str, str]) -> Settings:
+    """The settings that a child with these flags and this environment runs with."""
+    given = vars(make_parser().parse_args([command, *flags]))
+    given.pop("command")
+    return load(given, environ, given.pop("config"))[0]
+
+
+def test_flags_for_a_child_parse_back_to_the_same_settings() -> None:
+    settings = Settings.model_validate(
+        {
+            "dtype": "bf16",
+            "max_model_len": 512,
+            "enable_prefix_caching": False,
+            "lease_s": 0.5,
+            "api_key": "secret",
+        }
+    )
+    flags = child_flags(settings, port=9, discovery="static://a:1,b:2")
+    assert not any("secret" in flag for flag in flags), "the process list is public"
+    expected = {"port": 9, "discovery": "static://a:1,b:2", "api_key": ""}
+    assert as_child("router", flags, {}) == settings.model_copy(update=expected)
+
+
+def test_the_launchers_environment_decides_nothing_in_a_child() -> None:
+    """A flag that says the default again beats the environment, in the children as in the launcher."""
+    environ = {"BATON_BLOCK_SIZE": "32", "BATON_CONFIG": "/nowhere.toml", "PATH": "/bin"}
+    settings, _ = load({"block_size": "16"}, {"BATON_BLOCK_SIZE": "32"})
+    inherited = child_environment(environ)
+    assert inherited == {"PATH": "/bin"}
+    assert as_child("decode", child_flags(settings), inherited) == settings
+
+
+def test_only_the_launchers_own_key_reaches_a_child() -> None:
+    assert child_environment({"BATON_API_KEY": "old"}) == {}
+    assert child_environment({"BATON_API_KEY": "old"}, "new") == {"BATON_API_KEY": "new"}
+
+
+def test_the_role_is_the_command() -> None:
+    _, unknown = make_parser().parse_known_args(["decode", "--role", "prefill"])
+    assert "--role" in unknown
+    assert "role" not in Settings.model_fields
+
+
+def test_last_words_are_kept_for_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    child = Child("decode-0", ["decode", "--role=prefill"], "http://127.0.0.1:1/ready")
+    for _ in range(2):
+        child.start()
+        deadline = time.monotonic() + 30
+        while child.exit_status() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        child.flush()
+        assert child.exit_status() == 2
+        assert child.last_words.startswith("--role is not a setting"), "in every life"
+    assert capsys.readouterr().err == ""

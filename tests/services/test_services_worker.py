@@ -1,0 +1,111 @@
+"""A worker's start: its place, what is refused before the weights load, its footprint, its engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from core.errors import ConfigError
+from core.settings import Settings
+from services.worker import build as build_module
+from services.worker.build import build
+from services.worker.process import until_asked, with_place
+
+
+def settings(**values: Any) -> Settings:
+    return Settings.model_validate({"dtype": "fp32", "transport": "shm", "num_blocks": 4} | values)
+
+
+class TestPlace:
+    def test_a_free_port_is_chosen_and_names_the_worker(self):
+        placed = with_place(settings(), "decode")
+        port = re.fullmatch(r"127\.0\.0\.1:([1-9]\d*)", placed.listen)
+        assert port
+        assert placed.advertise == placed.listen
+        assert placed.worker_id == f"decode-127.0.0.1-{port[1]}"
+
+    def test_containers_with_equal_ports_and_pids_have_ids_of_their_own(self):
+        ids = {
+            with_place(settings(listen="0.0.0.0:0", advertise=f"{host}:7000"), "prefill").worker_id
+            for host in ("node-1", "node-2", "[fd00::3]")
+        }
+        assert ids == {"prefill-node-1-7000", "prefill-node-2-7000", "prefill-fd00::3-7000"}
+
+    def test_a_given_id_stays(self):
+        assert with_place(settings(worker_id="w"), "decode").worker_id == "w"
+
+    @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+    def test_peers_have_to_be_told_something_that_they_can_reach(self, listen: str):
+        with pytest.raises(ConfigError, match="--advertise"):
+            with_place(settings(listen=listen), "decode")
+
+
+class TestRefusedBeforeTheWeightsLoad:
+    @pytest.fixture(autouse=True)
+    def no_weights(self, monkeypatch: pytest.MonkeyPatch):
+        def load_weights(*_: object):
+            raise AssertionError("weights were loaded first")
+
+        monkeypatch.setattr(build_module, "load_weights", load_weights)
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"max_model_len": 100_000}, "--max-model-len 100000 is beyond the model's context of 8192"),
+            ({"num_blocks": 1}, "--num-blocks 1 is too few"),
+            ({"num_blocks": None, "kv_cache_memory_bytes": 9}, "--kv-cache-memory-bytes 9 holds 0 blocks"),
+        ],
+    )
+    def test_in_a_sentence_that_names_the_setting(self, values: dict[str, Any], said: str):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            build(settings(**values), "w", "1", 1, lambda _: None, lambda *_: None)
+
+
+class HeavyTransport:
+    """Takes memory when it starts, as NIXL does; `psutil.Process` of a process that takes no other."""
+
+    name = "heavy"
+    NBYTES = 10**12
+    rss = 0
+
+    def offer(self) -> bytes:
+        self.rss = self.NBYTES
+        return b""
+
+    def memory_info(self) -> Any:
+        return SimpleNamespace(rss=self.rss)
+
+
+def test_other_memory_counts_the_transports(monkeypatch: pytest.MonkeyPatch):
+    heavy = HeavyTransport()
+    monkeypatch.setattr(build_module, "_transports", lambda *_: [heavy])
+    monkeypatch.setattr(build_module.psutil, "Process", lambda: heavy)
+    built = build(settings(), "w", "1", 1, lambda _: None, lambda *_: None)
+    built.region.close()
+    parts = built.footprint
+    assert parts.weights_nbytes + parts.kv_nbytes + parts.other_nbytes == heavy.NBYTES
+
+
+class TestWaitingForTheEnd:
+    """`until_asked` sees the engine's thread die; a signal is the other way to end."""
+
+    @pytest.fixture
+    def host(self) -> Any:
+        return SimpleNamespace(built=SimpleNamespace(loop=SimpleNamespace(failed=False)))
+
+    async def test_a_signal(self, host: Any):
+        stop = asyncio.Event()
+        waiting = asyncio.create_task(until_asked(stop, host))
+        await asyncio.sleep(0)
+        stop.set()
+        assert await asyncio.wait_for(waiting, 0.1) is True
+
+    async def test_the_engine_dies(self, host: Any):
+        waiting = asyncio.create_task(until_asked(asyncio.Event(), host))
+        await asyncio.sleep(0)
+        host.built.loop.failed = True
+        assert await asyncio.wait_for(waiting, 1.0) is False
