@@ -10,7 +10,6 @@ import sys
 
 import structlog
 
-
 _bound: dict[str, str] = {}
 """Fields of the process; not context variables, which a thread would not have."""
 
@@ -42,7 +41,8 @@ def configure(level: str, form: str = "auto", **bound: str) -> None:
 
 
 def _add_bound(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    return event | _bound
+    event.update(_bound)
+    return event
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:

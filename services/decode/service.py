@@ -127,8 +127,8 @@ class _Session:
             raise InvalidParameter(
                 f"token id {max(ids)} is outside the vocabulary of {vocab}", param="prompt"
             )
-        if s.n < 1 or s.temperature < 0 or s.repetition_penalty <= 0:
-            raise InvalidParameter("n, temperature or repetition_penalty is out of range")
+        if s.n < 1 or s.max_tokens < 1 or s.temperature < 0 or s.repetition_penalty <= 0:
+            raise InvalidParameter("n, max_tokens, temperature or repetition_penalty is out of range")
 
     def _cancel(self, message: pb.Cancel) -> None:
         request_id = message.request_id

@@ -31,7 +31,7 @@ def test_attention(case: attention.AttentionCase) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(attention.attention_cases(geometries(), max_new=40, max_past=300, max_seqs=5))
 def test_attention_of_larger_batches(case: attention.AttentionCase) -> None:
     attention.check_attention(case)
