@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Batch
-from engine.kernels.triton import activation, norm, rope
+from engine.kernels.triton import activation, norm
 from engine.kernels.triton.decode import decode_attention
 from engine.kernels.triton.prefill import prefill_attention
+from engine.kernels.triton.rope import rope_and_store
 from engine.kv_cache import KVCache
 
 
@@ -62,9 +63,9 @@ class TritonKernels:
         return activation.silu_mul(gate_up)
 
     def rope_and_store(
-        self, qkv: torch.Tensor, rope_table: torch.Tensor, batch: Batch, cache: KVCache, layer: int
+        self, qkv: torch.Tensor, rope: torch.Tensor, batch: Batch, cache: KVCache, layer: int
     ) -> None:
-        rope.rope_and_store(qkv, rope_table, batch.positions, batch.slots, cache.pool[:, layer])
+        rope_and_store(qkv, rope, batch.positions, batch.slots, cache.pool[:, layer])
 
     def attention(self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: _Plan) -> torch.Tensor:
         batch, layout, pool = plan.batch, cache.layout, cache.pool[:, layer]
