@@ -30,7 +30,9 @@ FULL = SamplingParams(
     "request_",
     [
         Request("a", (1, 2), SamplingParams(max_tokens=1, seed=0)),
-        Request("b", (0, 49151), FULL, (b"x" * 32, b"y" * 32), "salt", PrefillTarget("p", "h:1", "life", 64), 7),
+        Request(
+            "b", (0, 49151), FULL, (b"x" * 32, b"y" * 32), "salt", PrefillTarget("p", "h:1", "life", 64), 7
+        ),
     ],
 )
 def test_requests(request_: Request) -> None:
