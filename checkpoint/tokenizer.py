@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import tokenizers
 from tokenizers import normalizers
@@ -83,6 +84,11 @@ class Tokenizer:
         """Ids of text with guarded parts: marks vanish, what they broke is not a control token."""
         return _encode(self._guarded, text, add_special)
 
+    @cached_property
+    def longest_token_nbytes(self) -> int:
+        """Bytes of the longest token: a text of n bytes has at least n divided by this many tokens."""
+        return max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of a token; b"" for an id that the vocabulary does not have."""
         known = self._bytes_of.get(token_id)
@@ -113,7 +119,8 @@ def _encode(core: tokenizers.Tokenizer, text: str, add_special: bool) -> list[in
         raise InvalidParameter(
             "the text holds half of a surrogate pair, which is not valid Unicode; send valid UTF-8"
         ) from None
-    return core.encode(text, add_special_tokens=add_special).ids
+    # A batch of one: unlike `encode` it lets other Python threads run meanwhile.
+    return core.encode_batch([text], add_special_tokens=add_special)[0].ids
 
 
 def _control_start(contents: Iterable[str]) -> re.Pattern[str]:

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from core.errors import ConfigError
+from core.kv import BLOCK_SIZES
 
 ENV_PREFIX = "BATON_"
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
@@ -35,7 +36,14 @@ def parse_nbytes(value: object) -> object:
         return value
 
 
+def _known_block_size(value: int) -> int:
+    if value not in BLOCK_SIZES:
+        raise ValueError(f"should be one of {', '.join(map(str, BLOCK_SIZES))}")
+    return value
+
+
 NBytes = Annotated[int, BeforeValidator(parse_nbytes)]
+BlockSize = Annotated[int, AfterValidator(_known_block_size)]
 
 
 class Settings(BaseModel):
@@ -54,7 +62,7 @@ class Settings(BaseModel):
     cache_dir: str = Field("~/.cache/baton", description="where converted weights are kept")
 
     # engine
-    block_size: int = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
+    block_size: BlockSize = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
     kv_cache_memory_bytes: NBytes = Field(2**30, ge=1, description="bytes of the KV pool of one worker")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV pool, instead of bytes")
     max_num_seqs: int = Field(64, ge=1, description="sequences running at once")

@@ -50,6 +50,8 @@ SCHEMES: dict[str, Callable[[str], Discovery]] = {"static": _static}
 
 def from_url(url: str) -> Discovery:
     """The source that `url` (`scheme://rest`) names. Raises ConfigError, listing the known schemes."""
+    if not url:
+        raise ConfigError("the router needs to know its workers: --discovery static://host:port,host:port")
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)

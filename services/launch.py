@@ -32,6 +32,8 @@ def serve(settings: Settings) -> int:
     if settings.log_format == "auto":  # the children's stderr is a pipe, ours is what people see
         form = "console" if sys.stderr.isatty() else "json"
         settings = settings.model_copy(update={"log_format": form})
+    if settings.discovery:
+        raise ConfigError("`baton serve` starts its own workers; with --discovery run `baton router`")
     open_checkpoint(settings.model)  # the common mistakes, told once and at once
     return _Launcher(settings).run()
 

@@ -40,7 +40,7 @@ class GenerationEndpoint(Generic[B]):
         router = self._router
         text, _ = router.serving()
         with router.admit():
-            body = parse(await read_body(receive, router.settings.max_body_bytes), self._body)
+            body = parse(await read_body(scope, receive, router.settings.max_body_bytes), self._body)
             router.check_model(body.model)
             check_request(body)
             forced = _forced_plan(scope)

@@ -6,7 +6,7 @@ Error messages never repeat the client's values, only names and what was expecte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import orjson
@@ -37,8 +37,12 @@ Model = TypeVar("Model", bound=BaseModel)
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-async def read_body(receive: Receive, limit_nbytes: int) -> bytes:
+async def read_body(scope: Mapping[str, Any], receive: Receive, limit_nbytes: int) -> bytes:
     """The whole body. Raises PayloadTooLarge beyond `limit_nbytes`, RequestError if it does not come."""
+    too_large = PayloadTooLarge(f"the body is larger than {limit_nbytes} bytes; send less")
+    announced = dict(scope["headers"]).get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > limit_nbytes:
+        raise too_large
     chunks: list[bytes] = []
     size = 0
     try:
@@ -50,7 +54,7 @@ async def read_body(receive: Receive, limit_nbytes: int) -> bytes:
                 chunks.append(message.get("body", b""))
                 size += len(chunks[-1])
                 if size > limit_nbytes:
-                    raise PayloadTooLarge(f"the body is larger than {limit_nbytes} bytes; send less")
+                    raise too_large
                 if not message.get("more_body", False):
                     return b"".join(chunks)
     except TimeoutError:
@@ -117,8 +121,9 @@ def check_request(body: GenerationBody) -> None:
         body.max_tokens != body.max_completion_tokens
     ):
         raise InvalidParameter("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
-    if body.limit is not None and body.min_tokens > body.limit:
-        raise InvalidParameter(f"min_tokens exceeds the limit of {body.limit} tokens", param="min_tokens")
+    limit = body.limit if body.limit is not None else body.default_limit
+    if limit is not None and body.min_tokens > limit:
+        raise InvalidParameter(f"min_tokens exceeds the limit of {limit} tokens", param="min_tokens")
     if body.n * body.num_prompts > schemas.MAX_SEQUENCES:
         raise InvalidParameter(f"prompts times n may be at most {schemas.MAX_SEQUENCES}", param="n")
     if isinstance(body, schemas.ChatBody) and body.top_logprobs is not None and not body.logprobs:

@@ -70,7 +70,7 @@ class Router:
             return False, ["the tokenizer is being loaded"]
         problems = [
             f"{member.role or 'worker'} {member.worker_id} is {state.value}"
-            + (f": {reason}" if reason else "")
+            + (f": {reason}" if state is WorkerState.INCOMPATIBLE else "")  # others may name addresses
             for member, state, reason in self.fleet.workers()
             if state is not WorkerState.READY
         ]

@@ -131,7 +131,7 @@ class Session:
                 reason = await self._stream()
             finally:
                 self.up = False
-                self._drop_all("the router closed the stream")
+                self._drop_all()
             logger.warning("session.lost", worker=self.worker_id, reason=reason)
             retry_s = FIRST_RETRY_S if self._heard else min(2 * retry_s, LONGEST_RETRY_S)
             await asyncio.sleep(retry_s)
@@ -148,7 +148,6 @@ class Session:
             reason = self._reason(errors.exceptions[0])
         finally:
             call.cancel()
-        self._drop_all(reason)
         return reason
 
     def _reason(self, error: BaseException) -> str:
@@ -167,8 +166,8 @@ class Session:
             raise status.from_rpc(error, self.worker_id) from None
         raise PeerLost("the worker ended the stream")
 
-    def _drop_all(self, reason: str) -> None:
-        lost = WorkerLost(f"decode worker {self.worker_id} was lost while it held the request: {reason}")
+    def _drop_all(self) -> None:
+        lost = WorkerLost(f"decode worker {self.worker_id} was lost while it held the request; send it again")
         for inbox in self._inboxes.values():
             inbox.fail(lost)
         self._inboxes.clear()

@@ -70,7 +70,7 @@ class SmallRoutes:
         return _json({"prompt": text.tokenizer.decode(body.tokens, skip_special=False)})
 
     async def _body(self, request: Request) -> bytes:
-        return await read_body(request.receive, self._router.settings.max_body_bytes)
+        return await read_body(request.scope, request.receive, self._router.settings.max_body_bytes)
 
     async def health(self) -> Response:
         """200 while the process lives. Needs no key."""

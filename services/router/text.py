@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from checkpoint.chat import encode_chat
 from checkpoint.open import open_checkpoint
-from core.errors import InvalidParameter
+from core.errors import ContextLengthExceeded, InvalidParameter
 from core.settings import Settings
 from services.router.parse import check_token_ids
 from services.router.schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
@@ -42,6 +42,7 @@ class TextSide:
         self.name = settings.served_model_name or checkpoint.name
         self.tokenizer = checkpoint.load_tokenizer()
         self.tokenizer_digest = checkpoint.tokenizer_digest
+        self._longest_token_nbytes = self.tokenizer.longest_token_nbytes
         self.eos_token_ids = checkpoint.config.eos_token_ids
         self.max_position = min(checkpoint.config.max_position, settings.max_model_len or 2**31)
         # Ids above the tokenizer's own are padding rows of the embedding: no text has them.
@@ -64,6 +65,7 @@ class TextSide:
 
     def _prompt(self, prompt: str | list[int], echo: bool) -> Prompt:
         if isinstance(prompt, str):
+            self._refuse_hopeless(len(prompt), "prompt")
             return Prompt(tuple(self._encode(prompt, True)), prompt)
         check_token_ids(prompt, self.vocab_size, "prompt")
         return Prompt(tuple(prompt), self.tokenizer.decode(prompt, skip_special=False) if echo else None)
@@ -82,9 +84,20 @@ class TextSide:
         """Ids of a conversation up to where the answer begins."""
         turns = [message.rendered() for message in messages]
         size = sum(len(turn["content"]) for turn in turns)
+        self._refuse_hopeless(size, "messages")
         return await self._run(
             size, lambda: encode_chat(self.tokenizer, turns, special_tokens_in_content=self._special_in_chat)
         )
+
+    def _refuse_hopeless(self, num_chars: int, param: str) -> None:
+        """What is too long whatever its tokens are is not tokenized. Half the bound: normalizers shorten."""
+        at_least = num_chars // (2 * self._longest_token_nbytes)
+        if at_least > self.max_position:
+            raise ContextLengthExceeded(
+                f"the text of {num_chars} characters has over {at_least} tokens, the context is "
+                f"{self.max_position} tokens; shorten it",
+                param=param,
+            )
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Ids for `/tokenize`. Raises InvalidParameter unless exactly one of prompt and messages is given."""

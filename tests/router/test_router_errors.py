@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import openai
 import pytest
 
@@ -172,3 +175,32 @@ async def test_long_prompts_are_encoded_too(stack_of, text):
     async with stack_of(blocks=1000) as stack:
         await stack.client.completions.create(model=stack.model, prompt=prompt)
         assert list(stack.worker.starts[0].prompt_token_ids) == text.tokenizer.encode(prompt)
+
+
+async def test_a_hopeless_text_is_refused_without_being_tokenized(stack_of):
+    """Four megabytes cannot fit 8192 tokens whatever they say; other routes answer meanwhile."""
+    async with stack_of() as stack:
+        began = time.perf_counter()
+        answer = await stack.http.post("/v1/completions", json={"prompt": "a " * 2_000_000})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "8192" in answer.json()["error"]["message"]
+        assert time.perf_counter() - began < 2.0
+        assert not stack.worker.starts
+
+
+async def test_the_default_limit_bounds_min_tokens_too(stack_of):
+    async with stack_of() as stack:
+        answer = await stack.http.post("/v1/completions", json={**TEXT, "min_tokens": 17})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "min_tokens")
+
+
+async def test_a_body_announced_too_large_is_refused_at_once(stack_of):
+    async with stack_of(max_body_bytes=1000) as stack:
+        host, _, port = stack.url.removeprefix("http://").rstrip("/").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n{")
+        async with asyncio.timeout(2):
+            status_line = await reader.readline()
+        writer.close()
+        assert b" 413 " in status_line
