@@ -94,6 +94,11 @@ class _Launcher:
             workers.append(Child(name, [role, *flags], probe, address=f"127.0.0.1:{port}"))
         return workers
 
+    def _router_sees_all(self) -> bool:
+        """The router answers as soon as one decode worker is there; the first request should find all."""
+        listed = self._router.body.get("workers")
+        return isinstance(listed, list) and all(worker["state"] == "ready" for worker in listed)
+
     def _wait_until_ready(self) -> int:
         """Show progress until all are ready; the exit status of the first that gave up, else 0."""
         columns = (TextColumn("{task.fields[name]:10}"), BarColumn(24), TextColumn("{task.description}"))
@@ -113,7 +118,7 @@ class _Launcher:
                         completed=1.0 if child.ready else float(str(body.get("progress", 0.0))),
                         description="ready" if child.ready else str(body.get("doing", "starting")),
                     )
-                if all(child.ready for child in self._children):
+                if all(child.ready for child in self._children) and self._router_sees_all():
                     return 0
                 if time.monotonic() > deadline:
                     late = ", ".join(c.name for c in self._children if not c.ready)
