@@ -11,8 +11,6 @@ nothing about whether its owner still lives or still means the blocks for us: le
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -29,8 +27,6 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIQQ64s")  # magic, version, num_blocks, block_nbytes, incarnation
 _INCARNATION_NBYTES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet a constant of the mmap module
-_POPULATE_STEP = 64 * 2**20
 
 
 class Region:
@@ -132,24 +128,6 @@ class Region:
         if not 0 <= index < self.num_blocks:
             raise IndexError(f"block {index} of a pool of {self.num_blocks}")
         return self.data[index * self.block_nbytes : (index + 1) * self.block_nbytes]
-
-    def populate(self) -> None:
-        """Touch every page, so that no step and no transfer pays page faults (owner only).
-
-        Blocks for up to seconds per GiB with the GIL released: call it on a thread of its own while
-        weights load. A kernel that cannot do it is left to fault pages in one by one. Raises
-        ConfigError when memory runs out.
-        """
-        libc = ctypes.CDLL(None, use_errno=True)
-        start, nbytes = self.address, len(self.data)
-        for offset in range(0, nbytes, _POPULATE_STEP):
-            step = ctypes.c_size_t(min(_POPULATE_STEP, nbytes - offset))
-            if libc.madvise(ctypes.c_void_p(start + offset), step, _MADV_POPULATE_WRITE) == 0:
-                continue
-            code = ctypes.get_errno()
-            if code == errno.EINVAL:
-                return
-            raise _no_memory(nbytes, f"the system says: {os.strerror(code)}")
 
     def close(self) -> None:
         """Idempotent. The owner's descriptor is closed, so no new peer can attach."""

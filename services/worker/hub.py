@@ -23,7 +23,6 @@ class Hub:
         self._handlers: dict[str, Handler] = {}
         # Loads outlive the interest in their request: blocks in flight have to be accounted for.
         self.on_load: Handler = self._no_loader
-        self.num_unclaimed = 0
 
     def emit(self, events: list[Event]) -> None:
         """Called on the engine's thread with a step's events; one wake-up of the loop per step."""
@@ -51,8 +50,7 @@ class Hub:
             if isinstance(event, (LoadOrdered, LoadCancelled)):
                 handler = self.on_load
             if handler is None:
-                self.num_unclaimed += 1  # its owner has left; the abort is on its way
-                continue
+                continue  # its owner has left; the abort is on its way
             try:
                 handler(event)
             except Exception as error:

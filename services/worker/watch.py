@@ -56,7 +56,7 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
                 try:
                     await asyncio.wait_for(wake.wait(), STATE_EVERY_S)
                 except TimeoutError:
-                    continue
+                    continue  # nothing changed; a State is due all the same
         finally:
             self._watchers.discard(wake)
 

@@ -105,18 +105,6 @@ def test_a_block_outside_the_pool_is_an_error(index):
     region.close()
 
 
-def test_populate_makes_all_pages_resident_and_keeps_content():
-    region = Region.create(64, 16 * PAGE_NBYTES, "a")
-    region.block(5)[:3] = b"abc"
-    before = os.stat(f"/proc/self/fd/{region.fd}").st_blocks * 512
-    region.populate()
-    after = os.stat(f"/proc/self/fd/{region.fd}").st_blocks * 512
-    assert before < after
-    assert after >= len(region.data)
-    assert bytes(region.block(5)[:3]) == b"abc"
-    region.close()
-
-
 def test_no_descriptor_leaks():
     gc.collect()
     before = open_fds()
