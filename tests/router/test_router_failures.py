@@ -296,6 +296,7 @@ async def test_a_worker_that_reads_nothing_is_lost(stack_of, monkeypatch, capfd)
     async with stack_of(blocks=10_000) as stack:
         monkeypatch.setattr(type(stack.worker), "_read", deaf)
         await stack.worker.stop()
+        await stack.until(lambda: stack.up() == 0)  # else the old stream may still count as up below
         await stack.worker.start()
         await stack.until(lambda: stack.states() == {"decode-0": "ready"})
         await stack.until(lambda: stack.up() == 1)
