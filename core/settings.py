@@ -154,7 +154,7 @@ def load(
     }
 
 
-NOT_SETTINGS = {ENV_PREFIX + "CONFIG", ENV_PREFIX + "SHARED"}
+NOT_SETTINGS = {ENV_PREFIX + "CONFIG", ENV_PREFIX + "SHARED", ENV_PREFIX + "PARENT_PID"}
 
 
 def _known(name: str, where: str) -> None:

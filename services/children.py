@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -16,12 +15,10 @@ from collections import deque
 from collections.abc import Mapping
 
 from core.settings import ENV_PREFIX, Settings
+from services import orphan
 
 SENTENCE = "baton: "
 """How a line begins that says, to a person, why a process gives up."""
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 def child_flags(settings: Settings, **own: object) -> list[str]:
@@ -82,8 +79,7 @@ class Child:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=_die_with_parent,
-            env=child_environment(os.environ, api_key),
+            env=child_environment(os.environ, api_key) | {orphan.PARENT: str(os.getpid())},
         )
         self._forwarder = threading.Thread(target=self._forward, args=(self._process,), daemon=True)
         self._forwarder.start()
@@ -143,8 +139,3 @@ class Child:
             else:
                 sys.stderr.write(line)
                 sys.stderr.flush()
-
-
-def _die_with_parent() -> None:
-    """Runs in the child before exec: SIGTERM to it when the launcher is gone, however that ended."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from core.errors import ConfigError
+from services import orphan
 
 if TYPE_CHECKING:
     from core.settings import Origin, Settings
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; exit status 2 and one sentence for what the operator has to change."""
+    orphan.end_with_parent(os.environ)
     try:
         return _run(*_prepare(argv))
     except ConfigError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from core.settings import Settings, load
@@ -65,3 +68,20 @@ def test_last_words_are_kept_for_the_report(capsys: pytest.CaptureFixture[str]) 
         assert child.exit_status() == 2
         assert child.last_words.startswith("--role is not a setting"), "in every life"
     assert capsys.readouterr().err == ""
+
+
+def test_a_child_ends_with_its_launcher() -> None:
+    """1. A launcher starts a router.  2. kill -9 of the launcher.  3. The router ends too."""
+    script = (
+        "import sys; from services.children import Child;"
+        "c = Child('router', ['router', '--port=0', '--discovery=static://127.0.0.1:1'], 'http://127.0.0.1:1/');"
+        "c.start(); print(c.pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, text=True) as launcher:
+        assert launcher.stdin
+        assert launcher.stdout
+        child = psutil.Process(int(launcher.stdout.readline()))
+        launcher.kill()
+        launcher.stdin.close()
+    child.wait(20)
+    assert not child.is_running()
