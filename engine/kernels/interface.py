@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from core.kv import KVLayout
 from engine.batch import Batch
 from engine.kv_cache import KVCache
 
@@ -24,8 +25,8 @@ class Kernels(Protocol):
         """Work out once per step what `attention` needs in every layer; passed back to it as is."""
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, in] times weight [out, in] transposed, in x's dtype."""
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] times weight [out, in] transposed, plus bias [out], in x's dtype."""
         ...
 
     def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,15 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, 2 * n] -> silu(first half) * second half, [T, n]."""
+        ...
+
+    def head_norm(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, layout: KVLayout
+    ) -> None:
+        """RMS norm of every q and k head inside qkv [T, (heads + 2 * kv heads) * head_dim] IN PLACE.
+
+        Weights: [head_dim]. Call before `rope_and_store` (Qwen3).
+        """
         ...
 
     def rope_and_store(

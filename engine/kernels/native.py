@@ -93,10 +93,11 @@ class NativeKernels(TorchKernels):
         torch.get_num_threads()
         return _Plan(batch, self._pools_of(cache), spans(batch, cache, first_seq=batch.num_decodes))
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if x.shape[0] > FEW_ROWS[x.dtype]:
-            return super().linear(x, weight)
-        return self._linear(x, weight, x.dtype)
+            return super().linear(x, weight, bias)
+        out = self._linear(x, weight, x.dtype)
+        return out if bias is None else out.add_(bias)
 
     def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """In fp32 straight from the sums: rounding logits to bf16 first would tie the best tokens."""

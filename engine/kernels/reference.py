@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import torch
 
+from core.kv import KVLayout
 from engine.batch import Batch
 from engine.kv_cache import KVCache
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """fp32 [T, out]."""
-    return x.float() @ weight.float().T
+    product = x.float() @ weight.float().T
+    return product if bias is None else product + bias.float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -21,6 +23,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(x.dtype)
+
+
+def head_norm(
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, layout: KVLayout
+) -> None:
+    """RMS norm of each q and k head of qkv [T, (heads + 2 * kv heads) * head_dim], in place."""
+    heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
+    first_k, first_v = heads.shape[1] - 2 * layout.num_kv_heads, heads.shape[1] - layout.num_kv_heads
+    heads[:, :first_k] = rms_norm(heads[:, :first_k], q_weight, eps)
+    heads[:, first_k:first_v] = rms_norm(heads[:, first_k:first_v], k_weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from core.kv import KVLayout
 from engine.batch import Batch
 from engine.kernels import reference
 from engine.kv_cache import KVCache
@@ -43,8 +44,8 @@ class TorchKernels:
     def plan(self, batch: Batch, cache: KVCache) -> list[Span]:
         return spans(batch, cache, first_seq=0)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight)
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
 
     def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Widened slice by slice: results rounded to bf16 would tie the best tokens."""
@@ -68,6 +69,11 @@ class TorchKernels:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def head_norm(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, layout: KVLayout
+    ) -> None:
+        reference.head_norm(qkv, q_weight, k_weight, eps, layout)
 
     def rope_and_store(
         self, qkv: torch.Tensor, rope: torch.Tensor, batch: Batch, cache: KVCache, layer: int

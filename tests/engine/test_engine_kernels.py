@@ -41,6 +41,8 @@ def test_linear(kernels: Kernels, dtype: torch.dtype, rows: int, width: int, out
     x, weight = torch.randn(rows, width).to(dtype), (torch.randn(out, width) / math.sqrt(width)).to(dtype)
     want = reference.linear(x, weight)
     close(kernels.linear(x, weight), want, dtype)
+    bias = torch.randn(out).to(dtype)
+    close(kernels.linear(x, weight, bias), reference.linear(x, weight, bias), dtype)
     logits = kernels.logits(x, weight)
     assert logits.dtype == torch.float32
     close(logits, want, dtype)

@@ -8,7 +8,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from core.kv import KVLayout
 from engine.batch import Batch
+from engine.kernels import reference
 from engine.kernels.triton import activation, norm
 from engine.kernels.triton.decode import decode_attention
 from engine.kernels.triton.prefill import prefill_attention
@@ -42,8 +44,8 @@ class TritonKernels:
         q_starts = torch.tensor(batch.q_starts, dtype=torch.int32).to(cache.pool.device, non_blocking=True)
         return _Plan(batch, q_starts, max(end - start for start, end in pairwise(batch.q_starts)))
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight)
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
 
     def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """In fp32 straight from the sums: rounding logits to 16 bits first would tie the best tokens."""
@@ -61,6 +63,11 @@ class TritonKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return activation.silu_mul(gate_up)
+
+    def head_norm(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, layout: KVLayout
+    ) -> None:
+        reference.head_norm(qkv, q_weight, k_weight, eps, layout)
 
     def rope_and_store(
         self, qkv: torch.Tensor, rope: torch.Tensor, batch: Batch, cache: KVCache, layer: int
