@@ -22,6 +22,17 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to match: `text` is a grammar in llguidance's own form (JSON).
+
+    `param` is the client's parameter that it was made from; errors name it.
+    """
+
+    text: str
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. Every value is final: the router has resolved defaults and the seed.
 
@@ -29,6 +40,8 @@ class SamplingParams:
     asked to ignore them, plus its own). Stop *strings* are the router's business, it owns text.
     `seed` is always set, so that (seed + choice index, position) decides each draw and a resumed
     request draws the same again. `logprobs`: None = none, k = the chosen token and the k best.
+    `allowed_token_ids`: nothing else may be drawn; empty = everything may. `bad_words` are token ids
+    in a row that the output must not hold.
     """
 
     max_tokens: int
@@ -44,6 +57,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     stop_token_ids: frozenset[int] = frozenset()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: bool = False
 
@@ -103,10 +119,13 @@ class Gathered:
 
     Token counts add up to the prompt's length. `transfer_exposed_s` is the part of the pull after
     the prefill worker's last commit, i.e. what computing did not hide. `remote_cached_tokens` is
-    the part of `remote_tokens` that the prefill worker did not have to compute.
+    the part of `remote_tokens` that the prefill worker did not have to compute. `tier_tokens`: what
+    each tier of this worker's own gave. `source_plan`: which sources were chosen for what the pool
+    lacked, and the seconds each would have taken, as measured before.
     """
 
     cached_tokens: int = 0
+    tier_tokens: tuple[tuple[str, int], ...] = ()
     remote_tokens: int = 0
     remote_cached_tokens: int = 0
     computed_tokens: int = 0
@@ -118,6 +137,12 @@ class Gathered:
     prefill_s: float = 0.0
     step_s: float = 0.0
     source_error: str = ""
+    source_plan: str = ""
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens that nobody had to compute for this request."""
+        return self.cached_tokens + sum(tokens for _, tokens in self.tier_tokens) + self.remote_cached_tokens
 
 
 @dataclass(frozen=True, slots=True)

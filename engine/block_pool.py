@@ -113,15 +113,17 @@ class BlockPool:
                 self._quarantined.remove(block_id)
                 self._blank.append(block_id)
 
-    def commit(self, block_id: int, block_hash: bytes, index: int, token_ids: tuple[int, ...]) -> None:
+    def commit(self, block_id: int, block_hash: bytes, index: int, token_ids: tuple[int, ...]) -> bool:
         """Block `block_id` now holds the KV of block `index` of a prompt with this chain hash.
 
-        When another block holds the same content already, that one stays the one to hit.
+        False when it is not entered: another block holds the same content already and stays the one
+        to hit, or there is no caching.
         """
         if not self.caching or block_hash in self._by_hash or self._content[block_id] is not None:
-            return
+            return False
         self._content[block_id] = _Content(block_hash, index, token_ids)
         self._by_hash[block_hash] = block_id
+        return True
 
     def match(self, hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> list[int]:
         """The longest chain of blocks held for these leading hashes; changes nothing."""

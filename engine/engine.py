@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
 from core import faults, log
 from core.clock import Clock, monotonic
-from core.errors import BatonError, EngineFault
+from core.errors import BatonError, EngineFault, InvalidParameter
 from core.request import FinishReason, Gathered, TokenDelta, TokenLogprob
 from engine import sampler
 from engine.batch import Batch
@@ -30,6 +31,7 @@ from engine.messages import (
 from engine.sampler import Draw
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as Seq
+from engine.sequence import State
 from engine.step import Chunk, StepPlan
 
 _log = log.get("engine")
@@ -62,7 +64,7 @@ class Engine:
         self.scheduler, self._runner, self._emit, self._clock = scheduler, runner, emit, clock
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self.steps = self.step_failures = 0
-        self.decode_step_s = 0.0
+        self.decode_step_s = self.prefill_token_s = 0.0
 
     def handle(self, command: Command) -> None:
         """Apply one command; what follows from it is emitted at once or with the next step.
@@ -72,10 +74,10 @@ class Engine:
         """
         scheduler = self.scheduler
         match command:
-            case Add(request):
-                self._take_up(request.request_id, scheduler.add, request)
-            case AddPrefill(job):
-                self._take_up(job.job_id, scheduler.add_prefill, job)
+            case Add(request, num_held, matcher):
+                self._take_up(request.request_id, partial(scheduler.add, matcher=matcher), request, num_held)
+            case AddPrefill(job, num_held):
+                self._take_up(job.job_id, scheduler.add_prefill, job, num_held)
             case Abort(request_id, index):
                 scheduler.abort(request_id, index)
                 if index is None:
@@ -110,9 +112,7 @@ class Engine:
             events = self._advance(plan, logits)
         except Exception as error:
             events = self._fail(plan, error)
-        took = self._clock() - started
-        if all(chunk.count == 1 for chunk in plan.chunks):
-            self.decode_step_s += 0.2 * (took - self.decode_step_s) if self.decode_step_s else took
+        self._measure(plan, self._clock() - started)
         self.steps += 1
         if events:
             self._emit(events)
@@ -131,6 +131,7 @@ class Engine:
             held=len(s.held),
             steps=self.steps,
             step_s=self.decode_step_s,
+            prefill_token_s=self.prefill_token_s,
             preemptions=s.num_preempted,
             prefix_queries=s.num_queried,
             prefix_hits=s.num_hit,
@@ -139,9 +140,11 @@ class Engine:
             hash_mismatches=s.num_hash_mismatches,
         )
 
-    def _take_up(self, request_id: str, add: Callable[[_Work], Failed | None], work: _Work) -> None:
+    def _take_up(
+        self, request_id: str, add: Callable[[_Work, int], Failed | None], work: _Work, num_held: int
+    ) -> None:
         try:
-            failed = add(work)
+            failed = add(work, num_held)
         except Exception as error:  # it was not queued: whatever is wrong with it hits nobody else
             self.step_failures += 1
             _log.error("engine.add_failed", request_id=request_id, exc_info=error)
@@ -149,6 +152,15 @@ class Engine:
             failed = Failed(request_id, EngineFault(reason))
         if failed:
             self._emit([failed])
+
+    def _measure(self, plan: StepPlan, took: float) -> None:
+        """Moving averages over the last ten steps or so of each kind."""
+        num_tokens = sum(chunk.count for chunk in plan.chunks)
+        if num_tokens == len(plan.chunks):
+            self.decode_step_s += 0.2 * (took - self.decode_step_s) if self.decode_step_s else took
+        else:
+            each = took / num_tokens
+            self.prefill_token_s += 0.2 * (each - self.prefill_token_s) if self.prefill_token_s else each
 
     # ---- run
 
@@ -193,7 +205,8 @@ class Engine:
             for choice in self.scheduler.fork(seq):
                 token_id, logprob = chosen[at]
                 at += 1
-                events.append(self._append(choice, token_id, logprob, now if first else None))
+                if choice.state is not State.FINISHED:  # another choice of the request broke just now
+                    events.append(self._append(choice, token_id, logprob, now if first else None))
                 first = False
         return events
 
@@ -203,12 +216,15 @@ class Engine:
 
     def _append(
         self, seq: Seq, token_id: int, logprob: TokenLogprob | None, first_at: float | None
-    ) -> TokenDelta:
+    ) -> TokenDelta | Failed:
         params, request = seq.sampling, seq.request
         assert request is not None
         seq.append(token_id)
+        matcher = seq.caught_up_matcher()
+        if matcher and matcher.error:
+            return self._leave_grammar(seq, matcher.error)
         finish = None
-        if token_id in params.stop_token_ids:
+        if token_id in params.stop_token_ids or (matcher and matcher.finished):
             finish = FinishReason.STOP
         elif seq.num_output >= params.max_tokens:
             finish = FinishReason.LENGTH
@@ -231,11 +247,18 @@ class Engine:
         assert seq.request is not None
         assert seq.first_scheduled_s is not None
         report = self.scheduler.reports.pop(seq.request.request_id, None) or LoadReport(0)
+        size = self.scheduler.limits.block_size
+        by_tier = tuple((tier, count * size) for tier, count in report.by_tier)
+        of_tiers = sum(tokens for _, tokens in by_tier)
+        remote = seq.num_loaded - of_tiers
+        # Of what the prefill worker gave, the part that it did not compute either.
+        remote_cached = report.remote_cached_blocks * size - seq.num_cached - of_tiers
         return Gathered(
             cached_tokens=seq.num_cached,
-            remote_tokens=seq.num_remote,
-            remote_cached_tokens=self._remote_cached(seq, report),
-            computed_tokens=seq.num_prompt - seq.num_cached - seq.num_remote,
+            tier_tokens=by_tier,
+            remote_tokens=remote,
+            remote_cached_tokens=max(0, min(remote, remote_cached)),
+            computed_tokens=seq.num_prompt - seq.num_cached - seq.num_loaded,
             queue_s=seq.first_scheduled_s - seq.arrived_s,
             transfer_nbytes=report.nbytes,
             transfer_s=report.transfer_s,
@@ -244,12 +267,8 @@ class Engine:
             prefill_s=now - seq.first_scheduled_s,
             step_s=self.decode_step_s,
             source_error=report.error,
+            source_plan=report.plan,
         )
-
-    def _remote_cached(self, seq: Seq, report: LoadReport) -> int:
-        """Of the tokens that came from the peer, those it did not compute either."""
-        beyond = report.remote_cached_blocks * self.scheduler.limits.block_size - seq.num_cached
-        return max(0, min(seq.num_remote, beyond))
 
     # ---- prompt log probabilities
 
@@ -269,6 +288,15 @@ class Engine:
         return (None, *kept) if kept is not None else ()
 
     # ---- faults
+
+    def _leave_grammar(self, seq: Seq, reason: str) -> Failed:
+        """The grammar proved too complex on the way: the client's business, and this request's end."""
+        grammar = seq.sampling.grammar
+        param = grammar.param if grammar else None
+        self.scheduler.abort(seq.request_id)
+        self._prompt_logprobs.pop(seq.request_id, None)
+        message = f"{param}: after {seq.num_output - 1} tokens of the answer: {reason}"
+        return Failed(seq.request_id, InvalidParameter(message, param=param))
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
         """The step broke: its requests are over, everybody else goes on."""

@@ -5,22 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.errors import BatonError
-from core.request import PrefillTarget, Request, TokenDelta
+from core.request import Request, TokenDelta
+from engine.matcher import Matcher
 from engine.sequence import PrefillJob
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a generation. Answered by TokenDeltas up to a finish reason, or by one Failed."""
+    """Queue a generation. Answered by TokenDeltas up to a finish reason, or by one Failed.
+
+    `num_held`: how many leading blocks of the prompt a tier outside the pool holds. `matcher`: the
+    beginning of the request's grammar, if it has one; the engine owns it from here on.
+    """
 
     request: Request
+    num_held: int = 0
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AddPrefill:
-    """Queue a prefill job. Answered by JobStarted and BlocksBuilt, or by one Failed."""
+    """Queue a prefill job. Answered by JobStarted and BlocksBuilt, or by one Failed. `num_held`: see Add."""
 
     job: PrefillJob
+    num_held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +51,20 @@ class BlocksArrived:
 class LoadReport:
     """What a load brought and took. Instants are this process's monotonic seconds.
 
+    `by_tier`: how many of the arrived blocks came from each tier; a prefill worker gave the others.
+    `plan`: the sources that were chosen and why.
     `unquiet`: blocks a transfer may still write into; they stay quarantined until Quiet.
     """
 
     arrived: int
+    by_tier: tuple[tuple[str, int], ...] = ()
     remote_cached_blocks: int = 0
     nbytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
     last_block_at: float | None = None
     error: str = ""
+    plan: str = ""
     unquiet: tuple[int, ...] = ()
 
 
@@ -74,19 +86,16 @@ Command = Add | AddPrefill | Abort | BlocksArrived | LoadFinished | Quiet
 
 @dataclass(frozen=True, slots=True)
 class LoadOrdered:
-    """Fetch blocks `first_block ...` of the request from `target` into `block_ids`.
+    """Bring blocks `first_block ...` of a request or job, with these hashes, into `block_ids`.
 
-    `token_ids` are the tokens of all full blocks from 0. Answer with BlocksArrived and exactly one
-    LoadFinished, also after LoadCancelled.
+    From where, and whether it pays at all, is for the taker of the order to decide. Answer with
+    BlocksArrived and exactly one LoadFinished, also after LoadCancelled.
     """
 
     request_id: str
-    target: PrefillTarget
-    token_ids: tuple[int, ...]
-    cache_salt: str
-    epoch: int
     first_block: int
     block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,8 @@ class LoadCancelled:
 
 @dataclass(frozen=True, slots=True)
 class JobStarted:
+    """The job's place in the pool is settled; `cached_blocks` of its blocks need no computing."""
+
     job_id: str
     cached_blocks: int
 
@@ -123,7 +134,11 @@ Event = TokenDelta | LoadOrdered | LoadCancelled | JobStarted | BlocksBuilt | Fa
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot after a step. Counters only grow; the rest are gauges. Tokens where not said otherwise."""
+    """A snapshot after a step. Counters only grow; the rest are gauges. Tokens where not said otherwise.
+
+    `step_s`: seconds of a step that only decodes; `prefill_token_s`: seconds a token of other steps.
+    Both are moving averages, 0 before the first.
+    """
 
     total_blocks: int = 0
     free_blocks: int = 0
@@ -135,6 +150,7 @@ class EngineStats:
     held: int = 0
     steps: int = 0
     step_s: float = 0.0
+    prefill_token_s: float = 0.0
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 from core.blocks import num_blocks_for, num_shareable_blocks
 from engine.block_pool import BlockPool, NoFreeBlocks
 from engine.sequence import Sequence
 
 
+class BlockStore(Protocol):
+    """Where committed blocks live on outside the pool. Called on the engine's thread: must not wait."""
+
+    def committed(self, block_hash: bytes, block_id: int) -> None:
+        """Block `block_id` of the pool holds this content now; copy it before returning, or let it be."""
+        ...
+
+    def park(self, hashes: Iterable[bytes]) -> int:
+        """Pin the leading blocks that can be loaded back at any time; returns how many."""
+        ...
+
+    def unpark(self, hashes: Iterable[bytes]) -> None:
+        """Undo `park` of exactly these blocks."""
+        ...
+
+
+class NoStore:
+    """For a worker without tiers."""
+
+    def committed(self, block_hash: bytes, block_id: int) -> None:
+        pass
+
+    def park(self, hashes: Iterable[bytes]) -> int:
+        return 0
+
+    def unpark(self, hashes: Iterable[bytes]) -> None:
+        pass
+
+
 class Pager:
     """Moves blocks between one pool and its sequences; decides nothing about who runs."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self.pool, self.block_size = pool, block_size
+    def __init__(self, pool: BlockPool, block_size: int, store: BlockStore) -> None:
+        self.pool, self.block_size, self._store = pool, block_size, store
 
     def lookup(self, seq: Sequence) -> list[int]:
         """Cached blocks that start this sequence; changes nothing.
@@ -21,9 +53,12 @@ class Pager:
         """
         if not self.pool.caching or (seq.request and seq.sampling.prompt_logprobs):
             return []
+        return self.pool.match(seq.hasher.hashes[: self.num_reusable(seq)], seq.tokens, self.block_size)
+
+    def num_reusable(self, seq: Sequence) -> int:
+        """How many leading blocks need not be computed, wherever they come from."""
         size, length = self.block_size, len(seq.tokens)
-        usable = length // size if seq.is_prefill_job else num_shareable_blocks(length, size)
-        return self.pool.match(seq.hasher.hashes[:usable], seq.tokens, size)
+        return length // size if seq.is_prefill_job else num_shareable_blocks(length, size)
 
     def fits(self, seq: Sequence, cached: list[int], spare: int) -> bool:
         """Whether the sequence can be reserved so that `spare` blocks stay free.
@@ -67,15 +102,29 @@ class Pager:
         size = self.block_size
         for i in range(seq.num_committed, seq.num_computed // size):
             tokens = tuple(seq.tokens[i * size : (i + 1) * size])
-            self.pool.commit(seq.block_table[i], seq.hasher.hashes[i], i, tokens)
+            if self.pool.commit(seq.block_table[i], seq.hasher.hashes[i], i, tokens):
+                self._store.committed(seq.hasher.hashes[i], seq.block_table[i])
             seq.num_committed = i + 1
 
     def mark_arrived(self, seq: Sequence, count: int) -> None:
         """The first `count` blocks of the sequence's load hold verified content."""
-        computed = seq.num_cached + count * self.block_size
+        computed = (seq.load_first + count) * self.block_size
         if computed > seq.num_computed:
-            seq.num_computed, seq.num_remote = computed, count * self.block_size
+            seq.num_computed = computed
+            if seq.num_output == 0:
+                seq.num_loaded = count * self.block_size
             self.commit(seq)
+
+    def park(self, seq: Sequence) -> None:
+        """Before its blocks go back: keep what it has computed loadable, until `unpark`."""
+        hashes = seq.hasher.hashes[: seq.num_committed]
+        seq.num_held = self._store.park(hashes)
+        seq.parked = hashes[: seq.num_held]
+
+    def unpark(self, seq: Sequence) -> None:
+        """It runs again, or is over. Idempotent."""
+        self._store.unpark(seq.parked)
+        seq.parked = []
 
     def replace(self, seq: Sequence, unquiet: frozenset[int]) -> bool:
         """Quarantine blocks that may still be written into and put fresh ones in their place.

@@ -19,6 +19,7 @@ from core.errors import BatonError, ContextLengthExceeded, Overloaded
 from core.request import Request
 from engine.block_pool import BlockPool, NoFreeBlocks
 from engine.budget import share_budget
+from engine.matcher import Matcher
 from engine.messages import (
     BlocksBuilt,
     Event,
@@ -28,7 +29,7 @@ from engine.messages import (
     LoadOrdered,
     LoadReport,
 )
-from engine.paging import Pager
+from engine.paging import BlockStore, NoStore, Pager
 from engine.sequence import PrefillJob, Sequence, State
 from engine.step import Chunk, Limits, StepPlan
 
@@ -42,9 +43,16 @@ MAX_MISFITS = 8
 class Scheduler:
     """All sequences of one worker and their place in its pool."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, namespace: bytes, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        namespace: bytes,
+        clock: Clock = monotonic,
+        store: BlockStore | None = None,
+    ) -> None:
         self.pool, self.limits, self._namespace, self._clock = pool, limits, namespace, clock
-        self._pager = Pager(pool, limits.block_size)
+        self._pager = Pager(pool, limits.block_size, store or NoStore())
         self.waiting: list[Sequence] = []
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
@@ -56,26 +64,29 @@ class Scheduler:
 
     # ---- what comes in
 
-    def add(self, request: Request) -> Failed | None:
+    def add(self, request: Request, num_held: int = 0, matcher: Matcher | None = None) -> Failed | None:
         """Queue a request, or say why not: it can never fit, or the queue is full."""
         prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
         what = f"prompt ({prompt} tokens) and max_tokens ({answer})"
         if error := self._too_long(prompt + answer, what) or self._busy():
             return Failed(request.request_id, error)
         seq = self._new(f"{request.request_id}/0", request.prompt_token_ids, request.cache_salt)
-        seq.request = request
-        seq.wants_remote = request.prefill is not None and not request.sampling.prompt_logprobs
+        seq.request, seq.matcher = request, matcher
+        if not request.sampling.prompt_logprobs:  # which need every row of logits
+            seq.wants_remote, seq.num_held = request.prefill is not None, num_held
         if request.block_hashes and list(request.block_hashes) != seq.hasher.hashes:
             self.num_hash_mismatches += 1
         self.waiting.append(seq)
         return None
 
-    def add_prefill(self, job: PrefillJob) -> Failed | None:
+    def add_prefill(self, job: PrefillJob, num_held: int = 0) -> Failed | None:
         """Queue a prefill job, or say why not."""
         length = len(job.token_ids)
         if error := self._too_long(length, f"the prompt's {length} tokens") or self._busy():
             return Failed(job.job_id, error)
-        self.waiting.append(self._new(job.job_id, job.token_ids, job.cache_salt))
+        seq = self._new(job.job_id, job.token_ids, job.cache_salt)
+        seq.num_held = num_held
+        self.waiting.append(seq)
         return None
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -96,6 +107,8 @@ class Scheduler:
         seq = self.loading.get(request_id)
         if seq is not None and not seq.aborted:
             self._pager.mark_arrived(seq, count)
+            if seq.is_prefill_job:
+                self._pending += self._publish(seq, self._clock())
 
     def load_finished(self, request_id: str, report: LoadReport) -> None:
         """A load is over: the sequence computes whatever did not arrive."""
@@ -105,14 +118,16 @@ class Scheduler:
         if not seq.aborted:
             self._pager.mark_arrived(seq, report.arrived)
         complete = not report.unquiet or self._pager.replace(seq, frozenset(report.unquiet))
+        self._pager.unpark(seq)
         if seq.aborted:
             self._finish(seq)
-            return
-        self.reports[request_id] = report
-        if complete:
-            self._run(seq)
-        else:
+        elif not complete:
             self._wait(seq)
+        elif seq.is_prefill_job:
+            self._pending += self._start_job(seq, self._clock())
+        else:
+            self.reports[request_id] = report
+            self._run(seq)
 
     # ---- one step
 
@@ -206,9 +221,12 @@ class Scheduler:
             seq.first_scheduled_s = now
         if seq.num_output == 0:
             seq.num_cached = seq.num_computed
+        if self._order_load(seq, plan, len(cached)):
+            return True
+        self._pager.unpark(seq)
         if seq.is_prefill_job:
-            self._start_job(seq, plan, now)
-        elif not self._order_load(seq, plan, len(cached)):
+            plan.events += self._start_job(seq, now)
+        else:
             self._run(seq)
         return True
 
@@ -216,38 +234,41 @@ class Scheduler:
         """Blocks to leave free: every running sequence that generates may want its next one soon."""
         return sum(not seq.is_prefill_job for seq in self.running)
 
-    def _start_job(self, seq: Sequence, plan: StepPlan, now: float) -> None:
+    def _start_job(self, seq: Sequence, now: float) -> list[Event]:
         cached_blocks = seq.num_computed // self.limits.block_size
-        plan.events.append(JobStarted(seq.seq_id, cached_blocks))
-        plan.events += self._publish(seq, now)
         if seq.num_to_compute:
             self._run(seq)
         else:
             self._hold(seq)
+        return [JobStarted(seq.seq_id, cached_blocks), *self._publish(seq, now)]
 
     def _order_load(self, seq: Sequence, plan: StepPlan, num_cached: int) -> bool:
-        size, request = self.limits.block_size, seq.request
-        if request is None or request.prefill is None or not seq.wants_remote:
+        until = self._loadable(seq, num_cached)
+        # Asked once: what does not come is computed, and so is the rest after a preemption.
+        seq.wants_remote, seq.num_held = False, 0
+        if until <= num_cached:
             return False
-        seq.wants_remote = False  # asked once; after a preemption the rest is computed here
-        num_full = num_shareable_blocks(seq.num_prompt, size)
-        missing = num_full - num_cached
-        if missing <= 0 or missing * size < request.prefill.min_tokens:
-            return False
-        seq.state = State.LOADING
-        self.loading[request.request_id] = seq
+        seq.state, seq.load_first = State.LOADING, num_cached
+        self.loading[seq.request_id] = seq
         plan.events.append(
             LoadOrdered(
-                request.request_id,
-                request.prefill,
-                request.prompt_token_ids[: num_full * size],
-                request.cache_salt,
-                request.epoch,
+                seq.request_id,
                 num_cached,
-                tuple(seq.block_table[num_cached:num_full]),
+                tuple(seq.block_table[num_cached:until]),
+                tuple(seq.hasher.hashes[num_cached:until]),
             )
         )
         return True
+
+    def _loadable(self, seq: Sequence, num_cached: int) -> int:
+        """Up to which block a source may have, or be asked to make, what the pool lacks."""
+        until = min(seq.num_held, self._pager.num_reusable(seq))
+        request = seq.request
+        if request is None or request.prefill is None or not seq.wants_remote:
+            return until
+        of_prompt = num_shareable_blocks(seq.num_prompt, self.limits.block_size)
+        missing = (of_prompt - num_cached) * self.limits.block_size
+        return max(until, of_prompt) if missing >= max(1, request.prefill.min_tokens) else until
 
     # ---- blocks
 
@@ -268,13 +289,14 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self._pager.park(seq)
         self._wait(seq)
         self.num_preempted += 1
 
     def _wait(self, seq: Sequence) -> None:
         self._pager.give_back(seq)
         if seq.num_output == 0:  # where its prompt's KV comes from is decided anew
-            seq.num_cached = seq.num_remote = 0
+            seq.num_cached = seq.num_loaded = 0
         seq.state = State.WAITING
         self._insert(self.waiting, seq)
 
@@ -289,6 +311,7 @@ class Scheduler:
         if seq.state is not State.FINISHED:
             seq.state = State.FINISHED
             self._pager.give_back(seq)
+            self._pager.unpark(seq)
             if seq.request and not self.is_live(seq.request.request_id):
                 self.reports.pop(seq.request.request_id, None)
 

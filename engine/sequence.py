@@ -5,6 +5,10 @@
     block_table   | b0 | b1 | b2 | b3 | ...      covers at least num_computed tokens
     num_committed   full blocks whose hash stands in the pool's prefix cache
 
+num_loaded counts prompt tokens whose KV a load brought; num_held the leading blocks that a tier is
+known to hold; `parked` the hashes pinned there while the sequence is preempted; load_first is the
+first block of the load that runs.
+
 The KV of the last token is not computed before that token is fed in; `num_to_compute` of a decoding
 sequence is therefore 1.
 """
@@ -16,6 +20,7 @@ from enum import Enum
 
 from core.blocks import BlockHasher
 from core.request import Request, SamplingParams
+from engine.matcher import Matcher
 
 
 class State(Enum):
@@ -55,10 +60,14 @@ class Sequence:
     num_published: int = 0
     first_scheduled_s: float | None = None
     num_cached: int = 0
-    num_remote: int = 0
+    num_loaded: int = 0
+    num_held: int = 0
+    parked: list[bytes] = field(default_factory=list)
+    load_first: int = 0
     wants_remote: bool = False
     aborted: bool = False
     penalties: object | None = None
+    matcher: Matcher | None = None
 
     @property
     def request_id(self) -> str:
@@ -97,6 +106,12 @@ class Sequence:
         self.tokens.append(token_id)
         self.hasher.extend((token_id,))
 
+    def caught_up_matcher(self) -> Matcher | None:
+        """Where the output stands in its grammar; None without one."""
+        if self.matcher is not None:
+            self.matcher.advance(self.tokens[self.num_prompt + self.matcher.num_seen :])
+        return self.matcher
+
     def fork(self, index: int, order: int) -> Sequence:
         """Another choice over the same prompt and the same blocks (the caller counts references)."""
         assert self.request is not None
@@ -114,6 +129,7 @@ class Sequence:
             num_computed=self.num_computed,
             num_committed=self.num_committed,
             first_scheduled_s=self.first_scheduled_s,
+            matcher=self.matcher and self.matcher.fork(),
             num_cached=self.num_cached,
-            num_remote=self.num_remote,
+            num_loaded=self.num_loaded,
         )

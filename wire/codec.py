@@ -6,6 +6,7 @@ from core.kv import Fingerprint
 from core.request import (
     FinishReason,
     Gathered,
+    Grammar,
     PrefillTarget,
     Request,
     SamplingParams,
@@ -40,6 +41,9 @@ def request_to_wire(request: Request) -> gen.Start:
         repetition_penalty=s.repetition_penalty,
         stop_token_ids=sorted(s.stop_token_ids),
         logit_bias=dict(s.logit_bias),
+        allowed_token_ids=s.allowed_token_ids,
+        bad_words=[gen.BadWord(token_ids=word) for word in s.bad_words],
+        grammar=None if s.grammar is None else gen.Grammar(text=s.grammar.text, param=s.grammar.param),
         logprobs=s.logprobs,
         prompt_logprobs=s.prompt_logprobs,
     )
@@ -78,6 +82,9 @@ def request_from_wire(message: gen.Start) -> Request:
         repetition_penalty=s.repetition_penalty,
         stop_token_ids=frozenset(s.stop_token_ids),
         logit_bias=tuple(sorted(s.logit_bias.items())),
+        allowed_token_ids=tuple(s.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in s.bad_words),
+        grammar=Grammar(s.grammar.text, s.grammar.param) if s.HasField("grammar") else None,
         logprobs=s.logprobs if s.HasField("logprobs") else None,
         prompt_logprobs=s.prompt_logprobs,
     )
@@ -140,8 +147,10 @@ def delta_from_wire(message: gen.Delta) -> TokenDelta:
 
 
 def _gathered_to_wire(value: Gathered) -> gen.Gathered:
-    return gen.Gathered(**{name: getattr(value, name) for name in Gathered.__dataclass_fields__})
+    plain = {name: getattr(value, name) for name in Gathered.__dataclass_fields__}
+    return gen.Gathered(**plain | {"tier_tokens": dict(value.tier_tokens)})
 
 
 def _gathered_from_wire(message: gen.Gathered) -> Gathered:
-    return Gathered(**{name: getattr(message, name) for name in Gathered.__dataclass_fields__})
+    plain = {name: getattr(message, name) for name in Gathered.__dataclass_fields__}
+    return Gathered(**plain | {"tier_tokens": tuple(sorted(message.tier_tokens.items()))})

@@ -37,7 +37,7 @@ class DecodeService(generation_pb2_grpc.DecodeServicer):
         request_iterator: AsyncIterator[pb.SessionRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[pb.SessionReply]:
-        session = _Session(self._host)
+        session = _Session(self._host, self._loader)
         self._sessions.add(session)
         reader = asyncio.create_task(session.read(request_iterator))
         try:
@@ -57,8 +57,8 @@ class DecodeService(generation_pb2_grpc.DecodeServicer):
 class _Session:
     """One router's requests on this worker."""
 
-    def __init__(self, host: WorkerHost) -> None:
-        self._host = host
+    def __init__(self, host: WorkerHost, loader: Loader) -> None:
+        self._host, self._loader = host, loader
         self._open: dict[str, set[int]] = {}  # choices that go on, by request
         self._unsent = pb.SessionReply()
         self._wake = asyncio.Event()
@@ -114,6 +114,7 @@ class _Session:
             self._send_failure(request_id, fault)
         else:
             self._open[request_id] = set(range(request.sampling.n))
+            self._loader.expect(request)
             self._host.built.loop.submit(Add(request))
 
     def _validate(self, request: Request) -> None:
@@ -177,6 +178,7 @@ class _Session:
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id, None)
+        self._loader.forget(request_id)
         self._host.hub.unregister(request_id)
 
 

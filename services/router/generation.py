@@ -93,7 +93,7 @@ class Generation:
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object."""
-        cached = sum(g.cached_tokens + g.remote_cached_tokens for g in self.gathered)
+        cached = sum(g.reused_tokens for g in self.gathered)
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_generated_tokens,

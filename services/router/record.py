@@ -66,10 +66,13 @@ class Record:
 
     def _sources(self) -> dict[str, int]:
         """Prompt tokens that nobody had to compute, by where they were."""
-        return {
+        found = {
             "decode": sum(g.cached_tokens for g in self.gathered),
             "prefill": sum(g.remote_cached_tokens for g in self.gathered),
         }
+        for tier, tokens in (entry for g in self.gathered for entry in g.tier_tokens):
+            found[tier] = found.get(tier, 0) + tokens
+        return found
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -95,6 +95,7 @@ class WorkerMetrics:
         """Count one request's prompt, once its first token is out."""
         for source, tokens in (
             ("device", value.cached_tokens),
+            *value.tier_tokens,
             ("prefill_worker", value.remote_tokens),
             ("computed", value.computed_tokens),
         ):

@@ -44,10 +44,11 @@ def test_prefill_job_publishes_as_it_commits_and_is_held(harness) -> None:
     h.engine.handle(Abort("again"))
 
 
-def _deliver(source, target, order: LoadOrdered, count: int) -> None:
+def _deliver(source, target, order: LoadOrdered, prompt: list[int], count: int) -> None:
     """Copy blocks from another engine's pool as a transfer would, and report them."""
     h, p = target, source
-    p.engine.handle(AddPrefill(PrefillJob("job", order.token_ids, order.cache_salt)))
+    until = (order.first_block + len(order.block_ids)) * h.runner.size
+    p.engine.handle(AddPrefill(PrefillJob("job", tuple(prompt[:until]))))
     while p.step():
         pass
     blocks = [b for e in p.events if isinstance(e, BlocksBuilt) for b in e.block_ids]
@@ -68,7 +69,7 @@ def test_what_a_source_does_not_deliver_is_computed(harness, arrived: int) -> No
     (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
     assert (order.first_block, len(order.block_ids)) == (0, 4)
     assert not h.step(), "nothing is computed while blocks arrive"
-    _deliver(p, h, order, arrived)
+    _deliver(p, h, order, prompt, arrived)
     h.engine.handle(LoadFinished("r", LoadReport(arrived=arrived)))
     h.run()
     assert h.tokens("r") == expected(prompt, 6)
@@ -136,7 +137,7 @@ def test_a_prompt_that_starts_over_counts_its_sources_anew(harness) -> None:
     h.add("r", prompt, 6, prefill=TARGET)
     h.step()
     (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
-    _deliver(p, h, order, 2)
+    _deliver(p, h, order, prompt, 2)
     unquiet = order.block_ids[2:]
     h.engine.handle(LoadFinished("r", LoadReport(arrived=2, unquiet=unquiet)))
     h.engine.handle(Quiet(unquiet))

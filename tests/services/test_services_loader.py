@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import LeaseLost
 from core.kv import Fingerprint
-from core.request import PrefillTarget
+from core.request import PrefillTarget, Request, SamplingParams
 from core.settings import Settings
 from engine.messages import BlocksArrived, Command, LoadCancelled, LoadFinished, LoadOrdered, LoadReport
 from kvtransfer.checksum import checksum
@@ -101,7 +101,9 @@ class Bench:
 
     def order(self, name: str, blocks: tuple[int, ...] = (0, 1, 2)) -> None:
         target = PrefillTarget("p0", self.address, "their-life")
-        self.loader.on_event(LoadOrdered(name, target, tuple(range(24)), "", 0, 0, blocks))
+        params = SamplingParams(max_tokens=1, seed=0)
+        self.loader.expect(Request(name, tuple(range(25)), params, prefill=target))
+        self.loader.on_event(LoadOrdered(name, 0, blocks, tuple(bytes([i]) * 32 for i in blocks)))
 
     async def report(self, name: str, within_s: float = 5.0) -> LoadReport:
         """The load's one and only report."""

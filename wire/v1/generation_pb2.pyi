@@ -45,7 +45,7 @@ class PrefillTarget(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "seed", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs")
+    __slots__ = ("max_tokens", "seed", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "allowed_token_ids", "bad_words", "grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,9 @@ class Sampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     seed: int
     min_tokens: int
@@ -83,7 +86,24 @@ class Sampling(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     logprobs: int
     prompt_logprobs: bool
-    def __init__(self, max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bad_words: _containers.RepeatedCompositeFieldContainer[BadWord]
+    grammar: Grammar
+    def __init__(self, max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+
+class BadWord(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("text", "param")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    PARAM_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    param: str
+    def __init__(self, text: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "index")
@@ -132,7 +152,14 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Gathered(_message.Message):
-    __slots__ = ("cached_tokens", "remote_tokens", "remote_cached_tokens", "computed_tokens", "queue_s", "transfer_nbytes", "transfer_s", "transfer_exposed_s", "last_block_to_token_s", "prefill_s", "step_s", "source_error")
+    __slots__ = ("cached_tokens", "remote_tokens", "remote_cached_tokens", "computed_tokens", "queue_s", "transfer_nbytes", "transfer_s", "transfer_exposed_s", "last_block_to_token_s", "prefill_s", "step_s", "source_error", "tier_tokens", "source_plan")
+    class TierTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REMOTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REMOTE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +172,8 @@ class Gathered(_message.Message):
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_PLAN_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     remote_tokens: int
     remote_cached_tokens: int
@@ -157,7 +186,9 @@ class Gathered(_message.Message):
     prefill_s: float
     step_s: float
     source_error: str
-    def __init__(self, cached_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., transfer_nbytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., last_block_to_token_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., step_s: _Optional[float] = ..., source_error: _Optional[str] = ...) -> None: ...
+    tier_tokens: _containers.ScalarMap[str, int]
+    source_plan: str
+    def __init__(self, cached_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., transfer_nbytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., last_block_to_token_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., step_s: _Optional[float] = ..., source_error: _Optional[str] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., source_plan: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("request_id", "code", "message", "param")
