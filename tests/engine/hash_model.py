@@ -17,6 +17,7 @@ from engine.batch import Batch
 from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.messages import Add, Event, Failed
+from engine.paging import BlockStore
 from engine.scheduler import Scheduler
 from engine.step import Limits
 
@@ -81,7 +82,12 @@ class Harness:
     """One engine on the hash model, stepped by hand."""
 
     def __init__(
-        self, num_blocks: int = 64, block_size: int = 8, caching: bool = True, **limits: int
+        self,
+        num_blocks: int = 64,
+        block_size: int = 8,
+        caching: bool = True,
+        store: BlockStore | None = None,
+        **limits: int,
     ) -> None:
         self.clock = FakeClock()
         self.pool = BlockPool(num_blocks, caching=caching)
@@ -92,7 +98,7 @@ class Harness:
             "max_waiting": 10_000,
         }
         self.scheduler = Scheduler(
-            self.pool, Limits(block_size=block_size, **(given | limits)), b"namespace", self.clock
+            self.pool, Limits(block_size=block_size, **(given | limits)), b"namespace", self.clock, store
         )
         self.runner = HashRunner(num_blocks, block_size)
         self.events: list[Event] = []

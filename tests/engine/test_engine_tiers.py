@@ -1,0 +1,186 @@
+"""Blocks that live on outside the pool: loaded for requests and jobs, parked for whoever is preempted."""
+
+from __future__ import annotations
+
+import pytest
+from hash_model import Harness, HashRunner, expected, random_prompt
+
+from core.request import Request, SamplingParams
+from engine.messages import (
+    Abort,
+    Add,
+    AddPrefill,
+    BlocksArrived,
+    BlocksBuilt,
+    JobStarted,
+    LoadFinished,
+    LoadOrdered,
+    LoadReport,
+)
+from engine.sequence import PrefillJob
+
+
+class MemoryStore:
+    """A tier in memory beside the hash model; counts what is parked."""
+
+    def __init__(self, blocks: dict[bytes, list[tuple[int, int] | None]]) -> None:
+        self.blocks, self.parked = blocks, []
+        self.runner: HashRunner
+
+    def committed(self, block_hash: bytes, block_id: int) -> None:
+        size = self.runner.size
+        self.blocks.setdefault(block_hash, self.runner.slots[block_id * size : (block_id + 1) * size])
+
+    def park(self, hashes) -> int:
+        held = 0
+        for block_hash in hashes:
+            if block_hash not in self.blocks:
+                break
+            self.parked.append(block_hash)
+            held += 1
+        return held
+
+    def unpark(self, hashes) -> None:
+        for block_hash in hashes:
+            self.parked.remove(block_hash)
+
+    def fill(self, order: LoadOrdered, count: int) -> None:
+        """Bring the first `count` blocks of an order."""
+        size = self.runner.size
+        for block_hash, block_id in list(zip(order.hashes, order.block_ids, strict=True))[:count]:
+            self.runner.slots[block_id * size : (block_id + 1) * size] = self.blocks[block_hash]
+
+
+@pytest.fixture
+def stored(harness):
+    """A factory of (harness, store) pairs."""
+
+    def make(store: MemoryStore | None = None, **given):
+        mine = MemoryStore(dict(store.blocks) if store else {})
+        h = harness(store=mine, **given)
+        mine.runner = h.runner
+        return h, mine
+
+    return make
+
+
+def orders(h: Harness) -> list[LoadOrdered]:
+    return [e for e in h.events if isinstance(e, LoadOrdered)]
+
+
+def add(h: Harness, name: str, prompt: list[int], max_tokens: int, num_held: int, **params: object) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **params)  # type: ignore[arg-type]
+    h.engine.handle(Add(Request(name, tuple(prompt), sampling), num_held))
+
+
+@pytest.mark.parametrize("arrived", [0, 2, 4])
+def test_a_request_takes_what_a_tier_holds(stored, arrived: int) -> None:
+    first, kept = stored(block_size=8)
+    prompt = random_prompt(37)
+    first.add("warm", prompt, 1)
+    first.run()
+    h, store = stored(kept, block_size=8)
+    add(h, "r", prompt, 6, num_held=4)
+    assert not h.step(), "nothing is computed while blocks arrive"
+    (order,) = orders(h)
+    assert (order.first_block, len(order.block_ids), len(order.hashes)) == (0, 4, 4)
+    store.fill(order, arrived)
+    h.engine.handle(LoadFinished("r", LoadReport(arrived, by_tier=(("host", arrived),), plan="host")))
+    h.run()
+    assert h.tokens("r") == expected(prompt, 6)
+    gathered = h.gathered("r")
+    assert gathered.tier_tokens == (("host", 8 * arrived),)
+    assert (gathered.remote_tokens, gathered.computed_tokens) == (0, 37 - 8 * arrived)
+    assert gathered.source_plan == "host"
+
+
+def test_what_the_pool_holds_or_nobody_holds_is_not_ordered(stored) -> None:
+    h, _ = stored(block_size=8)
+    prompt = random_prompt(37)
+    h.add("warm", prompt, 1)
+    h.run()
+    add(h, "same", prompt, 2, num_held=4)
+    add(h, "logprobs", prompt, 2, num_held=4, prompt_logprobs=True, logprobs=1)
+    add(h, "nothing", random_prompt(37, 5), 2, num_held=0)
+    h.run()
+    assert not orders(h)
+
+
+def test_a_job_publishes_what_arrives_and_is_started_when_its_load_is_over(stored) -> None:
+    first, kept = stored(block_size=8)
+    tokens = tuple(random_prompt(48))
+    first.engine.handle(AddPrefill(PrefillJob("warm", tokens)))
+    while first.step():
+        pass
+    first.engine.handle(Abort("warm"))
+    h, store = stored(kept, block_size=8, max_num_batched_tokens=8)
+    h.engine.handle(AddPrefill(PrefillJob("job", tokens), num_held=4))
+    h.step()
+    (order,) = orders(h)
+    store.fill(order, 3)
+    h.engine.handle(BlocksArrived("job", 2))
+    h.step()
+    built = [e for e in h.events if isinstance(e, BlocksBuilt)]
+    assert [(e.first, len(e.block_ids)) for e in built] == [(0, 2)]
+    h.engine.handle(LoadFinished("job", LoadReport(3)))
+    while h.step():
+        pass
+    (started,) = [e for e in h.events if isinstance(e, JobStarted)]
+    assert started.cached_blocks == 3
+    built = [e for e in h.events if isinstance(e, BlocksBuilt)]
+    assert [i for e in built for i in range(e.first, e.first + len(e.block_ids))] == list(range(6))
+    h.engine.handle(Abort("job"))
+
+
+def test_a_job_that_a_tier_holds_whole_is_held_without_a_step(stored) -> None:
+    first, kept = stored(block_size=8)
+    tokens = tuple(random_prompt(16))
+    first.engine.handle(AddPrefill(PrefillJob("warm", tokens)))
+    while first.step():
+        pass
+    first.engine.handle(Abort("warm"))
+    h, store = stored(kept, block_size=8)
+    h.engine.handle(AddPrefill(PrefillJob("job", tokens), num_held=2))
+    h.step()
+    store.fill(orders(h)[0], 2)
+    h.engine.handle(LoadFinished("job", LoadReport(2)))
+    h.step()
+    assert list(h.scheduler.held) == ["job"]
+    assert h.runner.tokens_computed == 0
+    h.engine.handle(Abort("job"))
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_preempted_sequence_is_parked_and_goes_on_as_if_nothing_had_been(stored, swap: bool) -> None:
+    """1. Two sequences outgrow the pool. 2. The younger is preempted, its blocks stay parked.
+    3. Taken up again, it loads them (or not: then it computes them). 4. Same tokens, nothing parked."""
+    h, store = stored(num_blocks=12, block_size=8)
+    prompts = {"a": random_prompt(30, 1), "b": random_prompt(30, 2)}
+    for name, prompt in prompts.items():
+        h.add(name, prompt, 40)
+    seen, most_parked = 0, 0
+    for _ in range(500):
+        h.step()
+        most_parked = max(most_parked, len(store.parked))
+        for order in orders(h)[seen:]:
+            seen += 1
+            count = len(order.block_ids) if swap else 0
+            store.fill(order, count)
+            h.engine.handle(LoadFinished(order.request_id, LoadReport(count, by_tier=(("host", count),))))
+    assert h.scheduler.num_preempted
+    assert seen
+    assert most_parked
+    assert not store.parked
+    for name, prompt in prompts.items():
+        assert h.tokens(name) == expected(prompt, 40)
+
+
+def test_a_parked_sequence_that_is_aborted_is_unparked(stored) -> None:
+    h, store = stored(num_blocks=12, block_size=8)
+    h.add("a", random_prompt(30, 1), 40)
+    h.add("b", random_prompt(30, 2), 40)
+    while not store.parked:
+        h.step()
+    h.engine.handle(Abort("b"))
+    assert not store.parked
+    h.run()
