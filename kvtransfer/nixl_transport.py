@@ -21,12 +21,12 @@ import numpy as np
 
 from core.errors import ConfigError, PeerLost
 from core.log import get
+from kvtransfer.nixl_agent import DRIVE_S, drive, new_agent
 from kvtransfer.offers import NixlOffer, decode, encode, require_same_blocks
 from kvtransfer.region import Region
 from kvtransfer.transport import ReadPending, require_pairs
 
 _POLL_S = (50e-6, 1e-3)  # first and longest pause between looks at a transfer
-_PROGRESS_DELAY_US = 10_000  # longest sleep of NIXL's own thread; a message from a peer wakes it
 _QUIET_LOGS = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 
 log = get("kvtransfer")
@@ -50,22 +50,21 @@ class NixlTransport:
     """One NIXL agent for the worker's region, started by the first `offer` or `connect` (about a
     second and 140 MB of process memory, most of it for loading the library).
 
-    `memory` and `device` say what the region's addresses mean: DRAM of the host, or VRAM of a GPU.
     A lock keeps the agent to one thread at a time. UCX keeps one socket for each connection that was
     given up until either process ends, so do not reconnect to a living peer without need.
     """
 
     name = "nixl"
 
-    def __init__(self, region: Region, worker_id: str, memory: str = "DRAM", device: int = 0) -> None:
+    def __init__(self, region: Region, worker_id: str) -> None:
         self._region = region
         self._agent_name = f"{worker_id}/{region.incarnation}"
-        self.memory = memory
-        self.device = device
+        self.memory = region.memory
+        self.device = region.device
         self.lock = threading.Lock()
         self._agent: Any = None
         self._registered: Any = None
-        self._mapped: memoryview | None = None  # keeps the memory mapped for as long as NIXL may use it
+        self._kept: object = None  # keeps the memory mapped for as long as NIXL may use it
         self._pools: dict[str, NixlPool] = {}
 
     def offer(self) -> bytes:
@@ -123,22 +122,36 @@ class NixlTransport:
             if self._agent is None or self._pools:
                 return
             self._agent.deregister_memory(self._registered)
-            self._agent = self._registered = self._mapped = None
+            self._agent = self._registered = self._kept = None
 
     def _started(self) -> Any:
         if self._agent is not None:
             return self._agent
         api, region = load_nixl(), self._region
+        region.bind_thread()
+        driven = self.memory == "VRAM"
         try:
-            agent = _new_agent(api, self._agent_name)
+            agent = new_agent(api, self._agent_name, own_thread=not driven)
             whole = (region.address, region.num_blocks * region.block_nbytes, self.device, "")
             self._registered = agent.register_memory([whole], self.memory)
         except Exception as error:
             raise ConfigError(
                 f"NIXL cannot serve the KV pool ({_text(error)}); use --transport shm on one host"
             ) from error
-        self._agent, self._mapped = agent, region.data
+        self._agent, self._kept = agent, region.keep()
+        if driven:
+            threading.Thread(target=self._drive, args=(agent,), name="nixl", daemon=True).start()
         return agent
+
+    def _drive(self, agent: Any) -> None:
+        """Let the agent work until it is given up: see `new_agent`."""
+        self._region.bind_thread()
+        while True:
+            with self.lock:
+                if self._agent is not agent:
+                    return
+                drive(agent)
+            time.sleep(DRIVE_S)
 
 
 @dataclass(eq=False, slots=True)
@@ -169,6 +182,7 @@ class NixlPool:
         """One READ of all blocks. Raises PeerLost, or ReadPending when it still runs at the deadline."""
         require_pairs(remote_ids, local_ids, self._peer.num_blocks, self.local.num_blocks)
         deadline = time.monotonic() + timeout_s
+        self.local.bind_thread()
         with self._transport.lock:
             if self._closed:
                 raise PeerLost("the connection to this peer was closed; connect again")
@@ -256,24 +270,6 @@ class NixlPool:
 
     def _lost(self, error: object) -> PeerLost:
         return PeerLost(f"reading from {self._peer.agent} failed: {_text(error)}; the peer or link is gone")
-
-
-def _new_agent(api: Any, name: str) -> Any:
-    """An agent with UCX whose progress thread sleeps until something happens.
-
-    The wrapper's own agent has a delay of 0, with which that thread spins on a core of its own even
-    while idle; so the agent inside is replaced by one with a delay, before UCX is started.
-    """
-    bindings = importlib.import_module("nixl._bindings")
-    config = bindings.nixlAgentConfig()
-    config.useProgThread = True
-    config.useListenThread = False
-    config.pthrDelay = _PROGRESS_DELAY_US
-    config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
-    agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
-    agent.agent = bindings.nixlAgent(name, config)
-    agent.create_backend("UCX")
-    return agent
 
 
 def _descriptors(address: int, num_blocks: int, block_nbytes: int, device: int) -> np.ndarray:

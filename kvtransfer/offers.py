@@ -44,10 +44,22 @@ class NixlOffer:
     block_nbytes: int
 
 
-AnyOffer = TypeVar("AnyOffer", ShmOffer, NixlOffer)
+@dataclass(frozen=True, slots=True)
+class CollectiveOffer:
+    """Where a peer accepts readers with which it then builds a process group of two."""
+
+    host: str
+    port: int
+    incarnation: str
+    num_blocks: int
+    block_nbytes: int
 
 
-def encode(offer: ShmOffer | NixlOffer) -> bytes:
+Offer = ShmOffer | NixlOffer | CollectiveOffer
+AnyOffer = TypeVar("AnyOffer", ShmOffer, NixlOffer, CollectiveOffer)
+
+
+def encode(offer: Offer) -> bytes:
     return json.dumps({"version": OFFER_VERSION, **asdict(offer)}).encode()
 
 
@@ -67,7 +79,7 @@ def decode(body: bytes, kind: type[AnyOffer]) -> AnyOffer:
     return offer
 
 
-def require_same_blocks(offer: ShmOffer | NixlOffer, region: Region) -> None:
+def require_same_blocks(offer: Offer, region: Region) -> None:
     """Raises IncompatiblePeer unless a block of the peer has as many bytes as one of ours."""
     if offer.block_nbytes != region.block_nbytes:
         raise IncompatiblePeer("block_nbytes", region.block_nbytes, offer.block_nbytes)

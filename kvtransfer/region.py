@@ -36,6 +36,10 @@ class Region:
     drops this object's hold; memory is unmapped when the last such view is gone.
     """
 
+    memory = "DRAM"
+    """What kind of memory NIXL is told that this is; `device` is the GPU's number when it is VRAM."""
+    device = 0
+
     def __init__(
         self,
         mapping: mmap.mmap,
@@ -128,6 +132,13 @@ class Region:
         if not 0 <= index < self.num_blocks:
             raise IndexError(f"block {index} of a pool of {self.num_blocks}")
         return self.data[index * self.block_nbytes : (index + 1) * self.block_nbytes]
+
+    def keep(self) -> object:
+        """Whoever holds this keeps the memory where it is, also past `close`."""
+        return self.data
+
+    def bind_thread(self) -> None:
+        """Make this memory's device the calling thread's; before a transport works with it there."""
 
     def close(self) -> None:
         """Idempotent. The owner's descriptor is closed, so no new peer can attach."""

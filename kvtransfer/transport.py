@@ -2,15 +2,17 @@
 
     owner of the blocks (P)              reader of the blocks (D)
     -----------------------              ------------------------
-    offer()          at Connect   --->   connect(offer)      once per peer and life; blocking
+    offer()          at Connect   --->   connect(offer)      once per peer, rank and life; blocking
                                          pool.read(...)      per announced run of blocks, on the
                                                              one transfer thread; blocking
                                          pool.drain()        while a timed-out read is in flight
                                          pool.close()        peer gone, replaced or evicted
     close()          at exit             close()             at exit, after its pools
 
-Only the reader acts: it pulls, so nobody else ever writes its memory. A read says nothing about
-whether the bytes were the right ones: the caller checks the lease after it, then the checksums.
+Only the reader begins anything: it pulls, so nobody else ever writes its memory. A read says nothing
+about whether the bytes were the right ones: the caller checks the lease after it, then the checksums.
+A worker that is split over tensor-parallel ranks has a region, and so a transport, for each of them
+(kvtransfer/ranks.py).
 
 Quiet: a local block is quiet when nothing can write it any more. `read` leaves its blocks quiet on
 return and on every error but one: after `ReadPending` the operation still runs below and may write
@@ -73,18 +75,19 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-TRANSPORTS = ("shm", "nixl")
+TRANSPORTS = ("shm", "nixl", "collective")
 
 
 def choose(setting: str, ours: Collection[str], theirs: Collection[str]) -> list[str]:
-    """Transports to try with a peer, best first: `auto` is shm, then nixl; else just the named one.
+    """Transports to try with a peer, best first: `auto` is any, in the order of TRANSPORTS; else just
+    the named one.
 
     `ours` and `theirs`: names that each side runs. A peer on another host shows at `connect`: shm
     then raises PeerLost, and the next one is tried. Raises PeerLost when there is none in common,
     ConfigError for an unknown setting.
     """
     if setting not in ("auto", *TRANSPORTS):
-        raise ConfigError(f"transport {setting!r} is not known; choose auto, {' or '.join(TRANSPORTS)}")
+        raise ConfigError(f"transport {setting!r} is not known; choose auto, {', '.join(TRANSPORTS)}")
     wanted = TRANSPORTS if setting == "auto" else (setting,)
     common = [name for name in wanted if name in ours and name in theirs]
     if not common:

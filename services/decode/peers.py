@@ -11,8 +11,9 @@ from core import log
 from core.errors import PeerLost, SourceFailed
 from core.request import PrefillTarget
 from kvtransfer.handshake import PeerBook, check
+from kvtransfer.peer_ranks import PeerRanks
 from kvtransfer.puller import Puller
-from kvtransfer.transport import PeerPool, Transport, choose
+from kvtransfer.transport import choose
 from services.worker.host import WorkerHost
 from wire import channel, status
 from wire.codec import fingerprint_from_wire, fingerprint_to_wire
@@ -28,6 +29,9 @@ MAX_PEERS = 256
 RETIRED_GRACE_S = 60.0
 """How long calls of other loads may still run on a connection that was given up."""
 
+Offers = dict[str, list[bytes]]
+"""Of a peer, by transport: one per rank."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peer:
@@ -35,7 +39,7 @@ class Peer:
 
     channel: grpc.aio.Channel
     stub: prefill_pb2_grpc.PrefillStub
-    pool: PeerPool
+    ranks: PeerRanks
 
 
 class Peers:
@@ -43,7 +47,6 @@ class Peers:
 
     def __init__(self, host: WorkerHost, puller: Puller) -> None:
         self._host, self._puller = host, puller
-        self._transports: dict[str, Transport] = {t.name: t for t in host.built.transports}
         self._book: PeerBook[Peer] = PeerBook(self._retire, limit=MAX_PEERS)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -66,13 +69,13 @@ class Peers:
         try:
             stub = prefill_pb2_grpc.PrefillStub(open_channel)
             offers = await self._exchange(stub, target)
-            pool = await asyncio.to_thread(self._open, offers)
+            ranks = await asyncio.to_thread(self._open, offers)
         except BaseException:
             await open_channel.close()
             raise
-        return Peer(open_channel, stub, pool)
+        return Peer(open_channel, stub, ranks)
 
-    async def _exchange(self, stub: prefill_pb2_grpc.PrefillStub, target: PrefillTarget) -> dict[str, bytes]:
+    async def _exchange(self, stub: prefill_pb2_grpc.PrefillStub, target: PrefillTarget) -> Offers:
         ours = self._host.built.fingerprint
         request = pb.ConnectRequest(fingerprint=fingerprint_to_wire(ours))
         try:
@@ -82,20 +85,21 @@ class Peers:
         check(ours, fingerprint_from_wire(reply.fingerprint))
         if reply.incarnation != target.incarnation:
             raise PeerLost(f"{target.worker_id} was restarted since the plan was made")
-        return {offer.name: offer.body for offer in reply.offers}
+        return {offer.name: list(offer.bodies) for offer in reply.offers}
 
-    def _open(self, offers: dict[str, bytes]) -> PeerPool:
+    def _open(self, offers: Offers) -> PeerRanks:
         """Connect over the best transport that both sides run and that reaches the other."""
-        names = choose(self._host.settings.transport, self._transports, offers)
+        ours = self._host.built.ranks
+        names = choose(self._host.settings.transport, ours.transports, offers)
         for name in names[:-1]:
             try:
-                return self._transports[name].connect(offers[name])
+                return ours.connect(name, offers[name])
             except PeerLost as error:
                 _log.info("transport.passed_over", transport=name, reason=error.message)
-        return self._transports[names[-1]].connect(offers[names[-1]])
+        return ours.connect(names[-1], offers[names[-1]])
 
     def _retire(self, peer: Peer) -> None:
-        self._puller.retire(peer.pool)
+        self._puller.retire(peer.ranks)
         task = asyncio.create_task(peer.channel.close(RETIRED_GRACE_S))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

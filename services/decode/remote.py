@@ -15,8 +15,9 @@ from core.clock import monotonic
 from core.errors import PeerLost, SourceFailed
 from core.request import PrefillTarget
 from kvtransfer.leases import LeaseView
+from kvtransfer.peer_ranks import PeerRanks
 from kvtransfer.puller import Puller
-from kvtransfer.transport import PeerPool, ReadPending
+from kvtransfer.transport import ReadPending
 from services.decode.peers import CONTROL_TIMEOUT_S, Peers, as_source_failure
 from services.worker.host import WorkerHost
 from wire import status
@@ -77,7 +78,8 @@ class PrefillSource:
 
     async def _run(self, ask: Ask, brought: Brought, moved: Callable[[], None]) -> None:
         peer = await self._peers.connect(ask.target)
-        transfer_id = f"{self._host.worker_id}:{self._host.incarnation}:{ask.request_id}"
+        mine = f"{self._host.worker_id}:{self._host.incarnation}"
+        transfer_id = f"{mine}:{ask.request_id}:{ask.first_block}"
         lease = LeaseView(monotonic)
         sent_at = monotonic()
         call = peer.stub.Run(
@@ -101,7 +103,7 @@ class PrefillSource:
                     case "started":
                         brought.cached_blocks = event.started.cached_blocks
                     case "ready":
-                        await self._pull(ask, brought, peer.pool, event.ready, lease)
+                        await self._pull(ask, brought, peer.ranks, event.ready, lease)
                         moved()
         except grpc.aio.AioRpcError as error:
             raise as_source_failure(error, ask.target) from error
@@ -139,7 +141,7 @@ class PrefillSource:
         return event
 
     async def _pull(
-        self, ask: Ask, brought: Brought, pool: PeerPool, ready: pb.BlocksReady, lease: LeaseView
+        self, ask: Ask, brought: Brought, peer: PeerRanks, ready: pb.BlocksReady, lease: LeaseView
     ) -> None:
         heard_at = monotonic()
         at = ready.first - ask.first_block
@@ -147,7 +149,7 @@ class PrefillSource:
         if at != brought.blocks or len(local_ids) != len(ready.block_ids):
             raise SourceFailed(f"{ask.target.worker_id} announced blocks out of order")
         stats = await self._puller.pull(
-            pool, list(ready.block_ids), local_ids, list(ready.checksums), lease, ask.request_id
+            peer, list(ready.block_ids), local_ids, list(ready.checksums), lease, ask.request_id
         )
         brought.blocks += len(local_ids)
         brought.nbytes += stats.nbytes

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from checkpoint.grammar import GrammarThread
 from core import faults, log
 from core.errors import BatonError, EngineFault, InvalidParameter
-from core.request import Request, TokenDelta
+from core.request import Request, Role, TokenDelta
+from engine.matcher import Matcher
 from engine.messages import Abort, Add, Event, Failed
 from services.decode.sources import Loader
 from services.worker.host import WorkerHost
@@ -30,6 +32,9 @@ class DecodeService(generation_pb2_grpc.DecodeServicer):
         self._host = host
         self._loader = Loader(host)
         host.hub.on_load = self._loader.on_event
+        self._grammar_thread = GrammarThread()
+        if host.role == Role.DECODE:
+            self._grammar_thread.begin(host.built.grammars.load)
         self._sessions: set[_Session] = set()
 
     async def Session(
@@ -37,7 +42,7 @@ class DecodeService(generation_pb2_grpc.DecodeServicer):
         request_iterator: AsyncIterator[pb.SessionRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[pb.SessionReply]:
-        session = _Session(self._host, self._loader)
+        session = _Session(self._host, self._loader, self._grammar_thread)
         self._sessions.add(session)
         reader = asyncio.create_task(session.read(request_iterator))
         try:
@@ -51,15 +56,17 @@ class DecodeService(generation_pb2_grpc.DecodeServicer):
     async def close(self) -> None:
         for session in list(self._sessions):
             session.end()
+        self._grammar_thread.close()
         await self._loader.close()
 
 
 class _Session:
     """One router's requests on this worker."""
 
-    def __init__(self, host: WorkerHost, loader: Loader) -> None:
-        self._host, self._loader = host, loader
+    def __init__(self, host: WorkerHost, loader: Loader, grammar_thread: GrammarThread) -> None:
+        self._host, self._loader, self._grammar_thread = host, loader, grammar_thread
         self._open: dict[str, set[int]] = {}  # choices that go on, by request
+        self._preparing: dict[str, asyncio.Task[None]] = {}
         self._unsent = pb.SessionReply()
         self._wake = asyncio.Event()
         self._ended = False
@@ -93,6 +100,8 @@ class _Session:
 
     def close(self) -> None:
         """The stream is over: so are its requests. Idempotent."""
+        for task in list(self._preparing.values()):
+            task.cancel()
         for request_id in list(self._open):
             self._forget(request_id)
             self._host.built.loop.submit(Abort(request_id))
@@ -109,19 +118,48 @@ class _Session:
         except BatonError as error:
             self._send_failure(request_id, error)
         except Exception as error:
-            _log.error("decode.start_failed", request_id=request_id, exc_info=error)
-            fault = EngineFault(f"the decode worker could not take up the request ({type(error).__name__})")
-            self._send_failure(request_id, fault)
+            self._send_failure(request_id, _not_taken_up(request_id, error))
         else:
             self._open[request_id] = set(range(request.sampling.n))
             self._loader.expect(request)
-            self._host.built.loop.submit(Add(request))
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Hand it to the engine; what takes time before that is done while others go on."""
+        grammar, matcher = request.sampling.grammar, None
+        if grammar is not None:
+            matcher = self._host.built.grammars.cached(request.sampling)
+        if self._host.lookups is None and (grammar is None or matcher is not None):
+            self._host.built.loop.submit(Add(request, matcher=matcher))
+            return
+        task = asyncio.create_task(self._prepare(request, matcher))
+        self._preparing[request.request_id] = task
+        task.add_done_callback(lambda _: self._preparing.pop(request.request_id, None))
+
+    async def _prepare(self, request: Request, matcher: Matcher | None) -> None:
+        """Compile a grammar that is new here, and see what the tiers hold of the prompt."""
+        request_id, grammars = request.request_id, self._host.built.grammars
+        try:
+            if request.sampling.grammar is not None and matcher is None:
+                compiling = self._grammar_thread.run(
+                    lambda: grammars.compile(request.sampling), request.sampling.grammar.field
+                )
+                matcher = await compiling
+            num_held = await self._loader.look_up(request)
+        except Exception as error:
+            known = error if isinstance(error, BatonError) else _not_taken_up(request_id, error)
+            self._forget(request_id)
+            self._send_failure(request_id, known)
+        else:
+            if request_id in self._open:  # not cancelled meanwhile
+                self._host.built.loop.submit(Add(request, num_held, matcher))
 
     def _validate(self, request: Request) -> None:
         """The last gate before the engine: what would break a step is refused here."""
         vocab = self._host.built.config.vocab_size
         s = request.sampling
-        ids = [*request.prompt_token_ids, *s.stop_token_ids, *(token for token, _ in s.logit_bias)]
+        ids = [*request.prompt_token_ids, *s.stop_token_ids, *s.allowed_token_ids]
+        ids += [token for token, _ in s.logit_bias] + [token for word in s.bad_words for token in word]
         if not request.prompt_token_ids:
             raise InvalidParameter("the prompt holds no tokens; send at least one", param="prompt")
         if max(ids) >= vocab:
@@ -135,7 +173,10 @@ class _Session:
         request_id = message.request_id
         if request_id not in self._open:
             return
-        if message.HasField("index"):
+        if message.HasField("index") and (task := self._preparing.get(request_id)):
+            # The engine does not know the request yet, so it could not end a part of it.
+            task.add_done_callback(lambda _: self._cancel(message))
+        elif message.HasField("index"):
             self._host.built.loop.submit(Abort(request_id, message.index))
             self._close_choice(request_id, message.index)
         else:
@@ -180,6 +221,11 @@ class _Session:
         self._open.pop(request_id, None)
         self._loader.forget(request_id)
         self._host.hub.unregister(request_id)
+
+
+def _not_taken_up(request_id: str, error: Exception) -> EngineFault:
+    _log.error("decode.start_failed", request_id=request_id, exc_info=error)
+    return EngineFault(f"the decode worker could not take up the request ({type(error).__name__})")
 
 
 def attach(host: WorkerHost, server: grpc.aio.Server) -> DecodeService:

@@ -1,6 +1,11 @@
-"""Loads: what the engine's pool lacks, brought from wherever it is.
+"""Loads: what the engine's pool lacks, brought from wherever that is cheapest.
 
-Whatever goes wrong here is a miss: the engine gets exactly one LoadFinished and computes the rest.
+    block 0 of the order          t          a                            n
+    |=== tiers bring these =======|--- gap --|=== a prefill worker these =|
+
+Tiers and prefill worker bring their parts at the same time. Whatever goes wrong is a miss: the gap that
+a tier leaves is asked of the prefill worker afterwards, which has these blocks by then, and what does
+not come at all the engine computes. It gets exactly one LoadFinished.
 """
 
 from __future__ import annotations
@@ -8,27 +13,51 @@ from __future__ import annotations
 import asyncio
 
 from core import log
+from core.blocks import num_shareable_blocks
 from core.errors import SourceFailed
 from core.request import Request
-from engine.messages import BlocksArrived, Event, LoadCancelled, LoadFinished, LoadOrdered, LoadReport, Quiet
+from engine.messages import BlocksArrived, Event, LoadCancelled, LoadFinished, LoadOrdered, Quiet
 from kvtransfer.ledger import Ledger
 from kvtransfer.puller import Puller
-from services.decode.remote import Ask, Brought, PrefillSource
+from kvtransfer.tier_stack import Held
+from planning.sources import FIRST_GUESS_TOKENS_PER_S, Decision, LocalPrice, PrefillPrice, TierPrice, decide
+from services.decode.load import Load
+from services.decode.remote import PrefillSource
 from services.worker.host import WorkerHost
+from services.worker.tiers import Lookups
+
+LINK_GUESS_NBYTES_PER_S = 2e9
+"""Before the first pull."""
+
+HARM = 0.2
+"""What computing a prompt here costs the sequences that decode here, in seconds of that prompt's wait."""
 
 _log = log.get("decode")
 
 
 class Loader:
-    """All loads of one worker."""
+    """All loads of one worker, of its requests and of its prefill jobs."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
         self._ledger = Ledger(lambda block_ids: host.built.loop.submit(Quiet(tuple(block_ids))))
         self._puller = Puller(self._ledger)
         self._prefill = PrefillSource(host, self._puller)
+        self._link_nbytes_per_s = LINK_GUESS_NBYTES_PER_S
         self._requests: dict[str, Request] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def _lookups(self) -> Lookups | None:
+        return self._host.lookups
+
+    async def look_up(self, request: Request) -> int:
+        """How many leading blocks of its prompt the tiers hold."""
+        if self._lookups is None or request.sampling.prompt_logprobs:
+            return 0
+        tokens, size = request.prompt_token_ids, self._host.built.fingerprint.block_size
+        count = num_shareable_blocks(len(tokens), size)
+        return await self._lookups.look_up(request.request_id, tokens, count, request.cache_salt)
 
     def expect(self, request: Request) -> None:
         """A request that loads may be ordered for, until `forget`."""
@@ -37,11 +66,14 @@ class Loader:
     def forget(self, request_id: str) -> None:
         """Idempotent; a load that runs goes on until the engine cancels it."""
         self._requests.pop(request_id, None)
+        if self._lookups:
+            self._lookups.forget(request_id)
 
     def on_event(self, event: Event) -> None:
         """Takes LoadOrdered and LoadCancelled."""
         if isinstance(event, LoadOrdered):
-            load = _Load(event, self._requests.get(event.request_id))
+            size = self._host.built.fingerprint.block_size
+            load = Load(event, self._requests.get(event.request_id), size)
             task = asyncio.create_task(self._load(load))
             self._tasks[event.request_id] = task
             # A callback, since a task that is cancelled before its first turn never enters its body.
@@ -58,7 +90,9 @@ class Loader:
         self._puller.stop()
         await asyncio.to_thread(self._puller.close)
 
-    async def _load(self, load: _Load) -> None:
+    # ---- one load
+
+    async def _load(self, load: Load) -> None:
         try:
             async with asyncio.timeout(self._host.settings.request_timeout_s):
                 await self._run(load)
@@ -70,62 +104,82 @@ class Loader:
             _log.error("load.broke", request_id=load.order.request_id, exc_info=error)
             self._failed(load, SourceFailed(f"{type(error).__name__} while loading"))
 
-    async def _run(self, load: _Load) -> None:
-        if ask := load.ask(self._host.built.fingerprint.block_size):
-            await self._prefill.bring(ask, load.brought, lambda: self._arrived(load))
+    async def _run(self, load: Load) -> None:
+        held = await self._lookups.found(load.order) if self._lookups else []
+        load.choose(self._decide(load, held))
+        asking = None
+        if ask := load.ask():
+            asking = asyncio.create_task(self._prefill.bring(ask, load.brought, lambda: self._moved(load)))
+        try:
+            await self._take(load, held)
+            if asking:
+                await asking
+            if gap := load.ask_for_gap():
+                await self._prefill.bring(gap, load.gap, lambda: self._moved(load))
+        finally:
+            if asking:
+                asking.cancel()
+                await asyncio.wait([asking])
 
-    def _arrived(self, load: _Load) -> None:
-        self._host.built.loop.submit(BlocksArrived(load.order.request_id, load.brought.blocks))
+    def _decide(self, load: Load, held: list[Held]) -> Decision:
+        """Every way to these blocks, priced by what was measured."""
+        built = self._host.built
+        token_s = built.loop.stats.prefill_token_s
+        tokens_per_s = 1 / token_s if token_s else FIRST_GUESS_TOKENS_PER_S
+        nbytes = built.region.block_nbytes
+        tiers = []
+        for each in held:
+            assert self._lookups
+            rate = self._lookups.stack.rate(each.source)
+            waiting_s = rate.latency_s + rate.queued_nbytes / rate.nbytes_per_s
+            tiers.append(TierPrice(each.source, each.count, waiting_s, nbytes / rate.nbytes_per_s))
+        # What the prefill worker's own queue and speed are, the router weighed when it chose it.
+        prefill = None
+        if target := load.target:
+            prefill = PrefillPrice(tokens_per_s, self._link_nbytes_per_s, cached_blocks=target.cached_blocks)
+        return decide(load.prompt(nbytes), tiers, LocalPrice(tokens_per_s, harm=HARM), prefill)
 
-    def _failed(self, load: _Load, error: SourceFailed) -> None:
+    async def _take(self, load: Load, held: list[Held]) -> None:
+        """Load the chosen segments, in order, up to the first that comes short."""
+        lookups, region, order = self._lookups, self._host.built.region, load.order
+        for segment, (source, count) in zip(held, load.loads, strict=False):
+            assert lookups
+            place = slice(segment.first, segment.first + count)
+
+            def arrived(done: int, before: int = segment.first) -> None:
+                load.num_from_tiers = before + done
+                self._moved(load)
+
+            done = await lookups.stack.load(
+                source,
+                order.hashes[place],
+                [region.block(block_id) for block_id in order.block_ids[place]],
+                arrived,
+                lookups.block_budget_s,
+            )
+            load.took(source, segment.first, done)
+            if done < count:
+                break
+
+    def _moved(self, load: Load) -> None:
+        arrived = BlocksArrived(load.order.request_id, load.arrived, load.num_from_tiers)
+        self._host.built.loop.submit(arrived)
+
+    def _failed(self, load: Load, error: SourceFailed) -> None:
         load.error = f"{error.code}: {error.message}"
         self._host.metrics.transfer_failed(error.code or "unknown")
-        _log.warning("load.failed", request_id=load.order.request_id, reason=load.error)
+        peer = load.target.worker_id if load.target else None
+        _log.warning("load.failed", request_id=load.order.request_id, peer=peer, reason=load.error)
 
-    def _finish(self, load: _Load) -> None:
+    def _finish(self, load: Load) -> None:
         """However the load ended, the engine hears of it once, with the blocks that are not quiet yet."""
         order = load.order
         self._tasks.pop(order.request_id, None)
         quiet = set(self._ledger.release(order.request_id, order.block_ids))
         unquiet = tuple(block_id for block_id in order.block_ids if block_id not in quiet)
         self._host.built.loop.submit(LoadFinished(order.request_id, load.report(unquiet)))
-        if load.brought.nbytes:
-            self._host.metrics.transferred(load.brought.nbytes, load.brought.transfer_s)
-
-
-class _Load:
-    """One order, whose request is known unless it is a prefill job's or its client has left."""
-
-    def __init__(self, order: LoadOrdered, request: Request | None) -> None:
-        self.order, self.request = order, request
-        self.brought = Brought()
-        self.error = ""
-
-    def ask(self, block_size: int) -> Ask | None:
-        """What to ask the prefill worker for that the plan names, if it names one."""
-        order, request = self.order, self.request
-        if request is None or request.prefill is None:
-            return None
-        until = order.first_block + len(order.block_ids)
-        return Ask(
-            order.request_id,
-            request.prefill,
-            request.prompt_token_ids[: until * block_size],
-            request.cache_salt,
-            request.epoch,
-            order.first_block,
-            order.block_ids,
-        )
-
-    def report(self, unquiet: tuple[int, ...]) -> LoadReport:
-        brought = self.brought
-        return LoadReport(
-            arrived=brought.blocks,
-            remote_cached_blocks=brought.cached_blocks,
-            nbytes=brought.nbytes,
-            transfer_s=brought.transfer_s,
-            exposed_s=brought.exposed_s,
-            last_block_at=brought.last_block_at,
-            error=self.error,
-            unquiet=unquiet,
-        )
+        self._host.metrics.loaded(load.label)
+        for part in (load.brought, load.gap):
+            if part.nbytes:
+                self._link_nbytes_per_s += 0.2 * (part.nbytes / part.transfer_s - self._link_nbytes_per_s)
+                self._host.metrics.transferred(part.nbytes, part.transfer_s)

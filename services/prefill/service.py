@@ -24,7 +24,6 @@ from core.errors import (
 )
 from engine.messages import Abort, AddPrefill, BlocksBuilt, Event, Failed, JobStarted
 from engine.sequence import PrefillJob
-from kvtransfer.checksum import checksum
 from kvtransfer.handshake import check
 from kvtransfer.leases import LeaseTable
 from services.worker.host import WorkerHost
@@ -53,7 +52,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             check(built.fingerprint, fingerprint_from_wire(request.fingerprint))
         except BatonError as error:
             await status.abort(context, error)
-        offers = [kv_pb2.TransportOffer(name=name, body=body) for name, body in built.offers.items()]
+        offers = [kv_pb2.TransportOffer(name=name, bodies=each) for name, each in built.offers.items()]
         return pb.ConnectReply(
             incarnation=built.incarnation,
             fingerprint=fingerprint_to_wire(built.fingerprint),
@@ -133,14 +132,16 @@ class _Job:
 
     def close(self) -> None:
         self._host.hub.unregister(self._id)
+        if self._host.lookups:
+            self._host.lookups.forget(self._id)
         self._host.built.loop.submit(Abort(self._id))
 
     async def events(self, lease_s: float) -> AsyncIterator[pb.RunEvent]:
         if not self._host.hub.register(self._id, self._inbox.put_nowait):
             raise LeaseLost(f"transfer {self._id} is running already")
         job = PrefillJob(self._id, tuple(self._request.token_ids), self._request.cache_salt)
-        self._host.built.loop.submit(AddPrefill(job))
         yield pb.RunEvent(accepted=pb.Accepted(lease_s=lease_s))
+        self._host.built.loop.submit(AddPrefill(job, await self._num_held(job)))
         while True:
             match event := await self._inbox.get():
                 case JobStarted():
@@ -153,6 +154,12 @@ class _Job:
                 case BatonError():
                     raise event
 
+    async def _num_held(self, job: PrefillJob) -> int:
+        if self._host.lookups is None:
+            return 0
+        count = len(job.token_ids) // self._host.built.fingerprint.block_size
+        return await self._host.lookups.look_up(self._id, job.token_ids, count, job.cache_salt)
+
     async def _publish(self, built: BlocksBuilt) -> pb.BlocksReady | None:
         """Announce what the caller lacks of these blocks, with the checksum of each."""
         skip = max(0, self._request.first_block - built.first)
@@ -160,8 +167,7 @@ class _Job:
         if not block_ids:
             return None
         await self._fault()
-        region = self._host.built.region
-        sums = await asyncio.to_thread(lambda: [checksum(region.block(i)) for i in block_ids])
+        sums = await asyncio.to_thread(self._host.built.ranks.checksums, block_ids)
         return pb.BlocksReady(
             first=built.first + skip,
             block_ids=block_ids,

@@ -24,18 +24,20 @@ from engine.step import Limits
 VOCAB = 97
 
 
-def next_token(history: Sequence[int]) -> int:
-    """What the hash model says after `history`."""
-    value = 17
-    for position, token in enumerate(history):
+def next_token(history: Sequence[int], sliding_window: int = 0) -> int:
+    """What the hash model says after `history`, of which it sees the last `sliding_window` tokens (0: all)."""
+    value, first = 17, max(0, len(history) - sliding_window) if sliding_window else 0
+    for position, token in enumerate(history[first:], first):
         value = (value * 31 + token * 7 + position) % 1_000_003
     return value % VOCAB
 
 
-def expected(prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+def expected(
+    prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset(), sliding_window: int = 0
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, sliding_window))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -44,8 +46,8 @@ def expected(prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset
 class HashRunner:
     """Keeps (token, position) per slot where a real model keeps K and V."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.size = block_size
+    def __init__(self, num_blocks: int, block_size: int, sliding_window: int = 0) -> None:
+        self.size, self.window = block_size, sliding_window
         self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self.tokens_computed = 0
         self.fail_at: int | None = None
@@ -64,13 +66,15 @@ class HashRunner:
         for out, row in enumerate(batch.logits_rows.tolist()):
             seq = max(i for i in range(batch.num_seqs) if batch.q_starts[i] <= row)
             table, history = batch.block_tables[seq].tolist(), []
-            for position in range(positions[row] + 1):
+            end = positions[row] + 1
+            first = max(0, end - self.window) if self.window else 0
+            for position in range(first, end):
                 cell = self.slots[table[position // self.size] * self.size + position % self.size]
                 assert cell is not None, "a slot that was never written is attended"
                 token, written_for = cell
                 assert written_for == position, f"slot of position {position} holds position {written_for}"
                 history.append(token)
-            logits[out, next_token(history)] = 5.0
+            logits[out, next_token([0] * first + history, self.window)] = 5.0
         return logits
 
     def copy_block(self, src: int, dst: int) -> None:
@@ -100,7 +104,7 @@ class Harness:
         self.scheduler = Scheduler(
             self.pool, Limits(block_size=block_size, **(given | limits)), b"namespace", self.clock, store
         )
-        self.runner = HashRunner(num_blocks, block_size)
+        self.runner = HashRunner(num_blocks, block_size, limits.get("sliding_window", 0))
         self.events: list[Event] = []
         self.engine = Engine(self.scheduler, self.runner, self.events.extend, self.clock)
 

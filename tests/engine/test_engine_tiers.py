@@ -25,11 +25,20 @@ class MemoryStore:
 
     def __init__(self, blocks: dict[bytes, list[tuple[int, int] | None]]) -> None:
         self.blocks, self.parked = blocks, []
+        self.num_copied = 0
         self.runner: HashRunner
 
-    def committed(self, block_hash: bytes, block_id: int) -> None:
+    def committed(self, block_hash: bytes, block_id: int, from_store: bool) -> None:
+        assert from_store <= (block_hash in self.blocks)
+        self.num_copied += not from_store
         size = self.runner.size
         self.blocks.setdefault(block_hash, self.runner.slots[block_id * size : (block_id + 1) * size])
+
+    def evicted(self, block_hash: bytes) -> None: ...
+
+    def touched(self, hashes) -> None: ...
+
+    def released(self, hashes) -> None: ...
 
     def park(self, hashes) -> int:
         held = 0
@@ -92,6 +101,7 @@ def test_a_request_takes_what_a_tier_holds(stored, arrived: int) -> None:
     assert gathered.tier_tokens == (("host", 8 * arrived),)
     assert (gathered.remote_tokens, gathered.computed_tokens) == (0, 37 - 8 * arrived)
     assert gathered.source_plan == "host"
+    assert store.num_copied == 5 - arrived, "what came out of the store is not stored again"
 
 
 def test_what_the_pool_holds_or_nobody_holds_is_not_ordered(stored) -> None:

@@ -6,11 +6,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kv_owner import make_transport
+from tier_fixtures import (  # noqa: F401
+    impatient,
+    make_disk_tier,
+    make_redis_tier,
+    redis_server,
+    shared_redis,
+    start_redis,
+)
 
 from core import faults
-from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.region import Region
-from kvtransfer.shm_transport import ShmTransport
 from kvtransfer.transport import Transport
 
 HERE = Path(__file__).parent
@@ -19,7 +26,11 @@ NUM_BLOCKS = 32
 
 
 class Owner:
-    """A process that owns a region with known random bytes (`kv_owner.py`)."""
+    """A process that owns a region per rank with known random bytes (`kv_owner.py`).
+
+    `incarnation`: of the region; of several, with spaces between, when there are several ranks.
+    `checksums`: of all blocks of rank 0, then of rank 1, and so on.
+    """
 
     def __init__(self, transport: str, incarnation: str, num_blocks: int, block_nbytes: int) -> None:
         root = str(HERE.parent.parent)
@@ -30,7 +41,7 @@ class Owner:
                 transport,
                 str(num_blocks),
                 str(block_nbytes),
-                incarnation,
+                *incarnation.split(),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -41,15 +52,16 @@ class Owner:
         line = self.process.stdout.readline()
         assert line, "the owner did not start"
         said = json.loads(line)
-        self.offer = bytes.fromhex(said["offer"])
+        self.offers = [bytes.fromhex(offer) for offer in said["offers"]]
+        self.offer = self.offers[0]
         self.checksums: list[int] = said["checksums"]
         self.pid = self.process.pid
 
-    def fill(self, block: int, value: int) -> None:
+    def fill(self, block: int, value: int, rank: int = 0) -> None:
         """Overwrite one block; returns when it is done."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"fill {block} {value}\n")
+        self.process.stdin.write(f"fill {rank} {block} {value}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
 
@@ -105,9 +117,9 @@ def region() -> Iterator[Region]:
     region.close()
 
 
-@pytest.fixture(params=["shm", "nixl"])
+@pytest.fixture(params=["shm", "nixl", "collective"])
 def transport(request: pytest.FixtureRequest, region: Region) -> Iterator[Transport]:
-    transport: Transport = ShmTransport(region) if request.param == "shm" else NixlTransport(region, "reader")
+    transport = make_transport(request.param, region, "reader")
     yield transport
     transport.close()
 

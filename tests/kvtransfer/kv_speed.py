@@ -1,5 +1,5 @@
 """Speed of pulls between two processes: 128 scattered blocks of 720 KiB (2,048 tokens of the embedded
-model in fp32).
+model in fp32). A pull is read, lease, checksums, and head slices where the degrees differ.
 
 usage: PYTHONPATH=. python tests/kvtransfer/kv_speed.py [ROUNDS]
 """
@@ -10,18 +10,20 @@ import time
 from collections.abc import Callable
 
 from conftest import Owner
+from kv_owner import make_transport
 
 from core.clock import monotonic
+from core.kv import KVLayout
 from kvtransfer.checksum import checksum
 from kvtransfer.leases import LeaseView
 from kvtransfer.ledger import Ledger
-from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.puller import Puller
+from kvtransfer.ranks import Ranks
 from kvtransfer.region import Region
-from kvtransfer.shm_transport import ShmTransport
-from kvtransfer.transport import Transport
+from kvtransfer.slices import rank_layout
 
-BLOCK_NBYTES = 720 * 1024
+LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, kv_dtype="fp32")
+BLOCK_NBYTES = LAYOUT.block_nbytes
 COUNT = 128
 REMOTE = [2 * i for i in range(COUNT)]
 LOCAL = [(7 * i) % COUNT for i in range(COUNT)]
@@ -45,28 +47,41 @@ def measure(what: str, rounds: int, call: Callable[[], None]) -> None:
     report(what, seconds)
 
 
-async def pulls(transport: Transport, owner: Owner, rounds: int) -> list[float]:
+async def pulls(name: str, src: int, dst: int, rounds: int) -> list[float]:
+    """Seconds of each pull from a peer of `src` ranks into `dst` ranks."""
+    nbytes = rank_layout(LAYOUT, dst).block_nbytes
+    regions = [Region.create(COUNT, nbytes, f"bench-d/{rank}") for rank in range(dst)]
+    for region in regions:
+        region.blocks[:] = 0
+    ranks = Ranks(LAYOUT, regions, {name: lambda region: make_transport(name, region, "bench")})
+    lives = " ".join(f"bench-p/{rank}" for rank in range(src))
+    owner = Owner(name, lives, 2 * COUNT, rank_layout(LAYOUT, src).block_nbytes)
+    sums = [owner.checksums[2 * COUNT * rank + i] for rank in range(src) for i in REMOTE]
+    peer = ranks.connect(name, owner.offers)
     puller = Puller(Ledger(lambda block_ids: None))
-    pool = transport.connect(owner.offer)
-    sums = [owner.checksums[i] for i in REMOTE]
     seconds = []
     for _ in range(rounds):
         lease = LeaseView(monotonic)
         lease.renewed(monotonic(), 60.0)
         started = time.perf_counter()
-        await puller.pull(pool, REMOTE, LOCAL, sums, lease, "bench")
+        await puller.pull(peer, REMOTE, LOCAL, sums, lease, "bench")
         seconds.append(time.perf_counter() - started)
-    puller.retire(pool)
-    puller.close()
+    puller.retire(peer)
+    puller.stop()
+    await asyncio.to_thread(puller.close)
+    ranks.close()
+    owner.close()
+    for region in regions:
+        region.close()
     return seconds
 
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    for name in ("shm", "nixl"):
+    for name in ("shm", "nixl", "collective"):
         region = Region.create(COUNT, BLOCK_NBYTES, "bench")
         region.blocks[:] = 0  # page faults are not what is measured
-        transport: Transport = ShmTransport(region) if name == "shm" else NixlTransport(region, "bench")
+        transport = make_transport(name, region, "bench")
         owner = Owner(name, "bench", 2 * COUNT, BLOCK_NBYTES)
         started = time.perf_counter()
         transport.offer()
@@ -76,11 +91,12 @@ def main() -> None:
         print(f"{name}: connected in {(time.perf_counter() - started) * 1e3:.1f} ms")
         measure(f"{name} read", rounds, lambda pool=pool: pool.read(REMOTE, LOCAL, 10.0))
         pool.close()
-        report(f"{name} pull (read, lease, checksums)", asyncio.run(pulls(transport, owner, rounds)))
         measure("checksums alone", rounds, lambda region=region: [checksum(region.block(i)) for i in LOCAL])
         transport.close()
         owner.close()
         region.close()
+        for src, dst in ((1, 1), (3, 3), (1, 3), (3, 1)):
+            report(f"{name} pull, {src} -> {dst} ranks", asyncio.run(pulls(name, src, dst, rounds)))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from kvtransfer.checksum import checksum
 from kvtransfer.leases import LeaseView
 from kvtransfer.ledger import Ledger
 from kvtransfer.nixl_transport import NixlTransport
+from kvtransfer.peer_ranks import DirectRanks
 from kvtransfer.puller import Puller
 from kvtransfer.region import Region
 from kvtransfer.transport import ReadPending
@@ -31,11 +32,11 @@ async def main(offer: bytes, owner: int) -> None:
     puller = Puller(ledger, timeout_s=0.5)
     lease = LeaseView()
     lease.renewed(asyncio.get_running_loop().time(), 60.0)
-    pool = transport.connect(offer)
+    peer = DirectRanks([transport.connect(offer)])
 
     async def pull() -> object:
         try:
-            await puller.pull(pool, BLOCKS, BLOCKS, [0] * 8, lease, "r")
+            await puller.pull(peer, BLOCKS, BLOCKS, [0] * 8, lease, "r")
         except PeerLost as error:
             return error
         except Exception as error:
@@ -47,7 +48,7 @@ async def main(offer: bytes, owner: int) -> None:
     said["pending"] = isinstance(await pull(), ReadPending)
     said["refused_while_pending"] = "still in flight" in str(await pull())
     said["released"] = ledger.release("r", BLOCKS)
-    puller.retire(pool)
+    puller.retire(peer)
     try:
         transport.connect(offer)
     except PeerLost as error:

@@ -17,6 +17,7 @@ from kvtransfer.checksum import checksum
 from kvtransfer.leases import LeaseView
 from kvtransfer.ledger import Ledger
 from kvtransfer.nixl_transport import NixlTransport
+from kvtransfer.peer_ranks import DirectRanks
 from kvtransfer.puller import Puller
 from kvtransfer.region import Region
 from kvtransfer.shm_transport import ShmTransport
@@ -44,10 +45,11 @@ class Bench:
         self.ledger = Ledger(self.quiet.extend)
         self.puller = Puller(self.ledger, timeout_s=0.2, limit=limit)
         self.pool = FakeTransport(self.ours).connect(FakeTransport(self.theirs).offer())
+        self.peer = DirectRanks([self.pool])
 
     async def pull(self, view: LeaseView | None = None, owner: str = "r", remote=(4, 5, 6, 7)):
         sums = [self.sums[i] for i in remote]
-        return await self.puller.pull(self.pool, remote, BLOCKS[: len(remote)], sums, view or lease(), owner)
+        return await self.puller.pull(self.peer, remote, BLOCKS[: len(remote)], sums, view or lease(), owner)
 
 
 @pytest.fixture
@@ -134,12 +136,12 @@ async def test_a_lost_peer(bench):
 
 
 async def test_a_bug_reaches_the_caller_and_the_thread_lives_on(bench):
-    pool, bench.pool = bench.pool, None
+    peer, bench.peer = bench.peer, DirectRanks([None])
     with pytest.raises(AttributeError):
         await bench.pull()
     assert bench.puller.counters.failures == {"internal_error": 1}
     assert bench.ledger.in_flight == 0
-    bench.pool = pool
+    bench.peer = peer
     await bench.pull()
 
 
@@ -182,7 +184,7 @@ async def test_a_pull_cancelled_in_the_queue_is_not_read(bench, set_faults):
     set_faults("transfer.read@1=delay:0.2")
     first = asyncio.ensure_future(bench.pull(owner="a", remote=(7,)))
     await asyncio.sleep(0.05)
-    second = asyncio.ensure_future(bench.puller.pull(bench.pool, [4], [5], bench.sums[4:5], lease(), "b"))
+    second = asyncio.ensure_future(bench.puller.pull(bench.peer, [4], [5], bench.sums[4:5], lease(), "b"))
     await asyncio.sleep(0)
     second.cancel()
     await first
@@ -204,8 +206,8 @@ async def test_the_queue_is_bounded(set_faults):
 
 
 async def test_an_announcement_without_a_checksum_for_each_block_is_refused(bench):
-    with pytest.raises(PeerLost, match="2 blocks with 1 checksums"):
-        await bench.puller.pull(bench.pool, [0, 1], [0, 1], [1], lease(), "r")
+    with pytest.raises(PeerLost, match="2 blocks of 1 ranks with 1 checksums"):
+        await bench.puller.pull(bench.peer, [0, 1], [0, 1], [1], lease(), "r")
     assert bench.ledger.in_flight == 0
 
 
@@ -213,7 +215,7 @@ async def test_a_retired_pool_closes_behind_the_reads_in_the_queue(bench, set_fa
     set_faults("transfer.read@1=delay:0.1")
     pulling = asyncio.ensure_future(bench.pull())
     await asyncio.sleep(0)
-    bench.puller.retire(bench.pool)
+    bench.puller.retire(bench.peer)
     await pulling
     await until(lambda: bench.pool.closed)
     with pytest.raises(PeerLost):
@@ -224,7 +226,7 @@ async def test_a_retired_pool_with_a_pending_read_closes_once_quiet(bench):
     bench.pool.stuck = True
     with pytest.raises(ReadPending):
         await bench.pull()
-    bench.puller.retire(bench.pool)
+    bench.puller.retire(bench.peer)
     await asyncio.sleep(0.05)
     assert not bench.pool.closed
     bench.pool.stuck = False
@@ -242,24 +244,24 @@ async def test_close_ends_the_running_pull_and_fails_the_queued(bench, set_fault
     with pytest.raises(PeerLost, match="shutting down"):
         await bench.pull()
     assert bench.ledger.in_flight == 0
-    bench.puller.retire(bench.pool)
+    bench.puller.retire(bench.peer)
     assert bench.pool.closed
     assert "kv-transfer" not in [thread.name for thread in threading.enumerate()]
 
 
-async def test_both_transports_pull_verified_bytes_from_another_process(transport, region, living_owners):
+async def test_every_transport_pulls_verified_bytes_from_another_process(transport, region, living_owners):
     owner = living_owners[transport.name]
     quiet: list[int] = []
     puller = Puller(Ledger(quiet.extend))
-    pool = transport.connect(owner.offer)
+    peer = DirectRanks([transport.connect(owner.offer)])
     remote, local = [9, 10, 11, 30], [0, 1, 20, 3]
     announced = [owner.checksums[i] for i in remote]
-    assert (await puller.pull(pool, remote, local, announced, lease(), "r")).nbytes == 4 * region.block_nbytes
+    assert (await puller.pull(peer, remote, local, announced, lease(), "r")).nbytes == 4 * region.block_nbytes
 
     owner.fill(11, 1)  # P gave the block to somebody else
     with pytest.raises(ChecksumMismatch, match="block 11"):
-        await puller.pull(pool, remote, local, announced, lease(), "r")
-    puller.retire(pool)
+        await puller.pull(peer, remote, local, announced, lease(), "r")
+    puller.retire(peer)
     await asyncio.to_thread(puller.close)
 
 
@@ -268,14 +270,14 @@ async def test_a_dead_owner_over_shm_is_a_miss_through_its_lease(region, start_o
     broke, so D revoked the lease. 4. The blocks are refused although their bytes are right."""
     owner = start_owner("shm")
     puller = Puller(Ledger([].extend))
-    pool = ShmTransport(region).connect(owner.offer)
+    peer = DirectRanks([ShmTransport(region).connect(owner.offer)])
     view = lease()
     owner.kill()
     view.revoke("the stream to owner broke")
     with pytest.raises(LeaseLost, match="stream to owner broke"):
-        await puller.pull(pool, [0], [0], owner.checksums[:1], view, "r")
+        await puller.pull(peer, [0], [0], owner.checksums[:1], view, "r")
     puller.close()
-    pool.close()
+    peer.close()
 
 
 async def test_nixl_owner_killed_while_pulls_run(region, start_owner):
@@ -284,14 +286,14 @@ async def test_nixl_owner_killed_while_pulls_run(region, start_owner):
     transport = NixlTransport(region, "reader")
     ledger = Ledger([].extend)
     puller = Puller(ledger)
-    pool = transport.connect(owner.offer)
+    peer = DirectRanks([transport.connect(owner.offer)])
     blocks = list(range(region.num_blocks))
     started = time.monotonic()
     asyncio.get_running_loop().call_later(0.2, owner.process.kill)
 
     async def pull_on():
         while time.monotonic() - started < 5.0:
-            await puller.pull(pool, blocks, blocks, owner.checksums, lease(), "r")
+            await puller.pull(peer, blocks, blocks, owner.checksums, lease(), "r")
 
     with pytest.raises(PeerLost):
         await pull_on()

@@ -1,4 +1,4 @@
-"""Both transports against a real owner in another process (`kv_owner.py`)."""
+"""Every transport against a real owner in another process (`kv_owner.py`)."""
 
 import gc
 import os
@@ -246,6 +246,7 @@ def test_adjacent_blocks_are_copied_in_one_run(remote, local, expected):
         ("auto", ["shm"], ["shm", "nixl"], ["shm"]),
         ("shm", ["shm"], ["shm", "nixl"], ["shm"]),
         ("nixl", ["nixl"], ["shm", "nixl"], ["nixl"]),
+        ("collective", ["collective"], ["shm", "collective"], ["collective"]),
     ],
 )
 def test_choice_of_transport(setting, ours, theirs, expected):
@@ -260,7 +261,7 @@ def test_no_transport_in_common_names_both_sides():
 
 
 def test_an_unknown_transport_lists_the_known():
-    with pytest.raises(ConfigError, match="'rdma' is not known; choose auto, shm or nixl"):
+    with pytest.raises(ConfigError, match="'rdma' is not known; choose auto, shm, nixl, collective"):
         choose("rdma", ["shm"], ["shm"])
 
 

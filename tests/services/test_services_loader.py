@@ -9,21 +9,26 @@ from types import SimpleNamespace
 import pytest
 
 from core.errors import LeaseLost
-from core.kv import Fingerprint
+from core.kv import Fingerprint, KVLayout
 from core.request import PrefillTarget, Request, SamplingParams
 from core.settings import Settings
 from engine.messages import BlocksArrived, Command, LoadCancelled, LoadFinished, LoadOrdered, LoadReport
 from kvtransfer.checksum import checksum
+from kvtransfer.ranks import Ranks
 from kvtransfer.region import Region
+from kvtransfer.tier import FakeTier
+from kvtransfer.tier_stack import Held, TierStack
 from kvtransfer.transport import FakeTransport
 from services.decode.sources import Loader
+from services.worker.tiers import Lookups
 from wire import channel, status
 from wire.codec import fingerprint_to_wire
 from wire.v1 import kv_pb2, prefill_pb2_grpc
 from wire.v1 import prefill_pb2 as pb
 
-FINGERPRINT = Fingerprint("m", "t", 1, 1, 8, 8, "fp32", "default/1", 64)
-NBYTES = 4096
+FINGERPRINT = Fingerprint("m", "t", 1, 1, 64, 8, "fp32", "default/1", 64)
+LAYOUT = KVLayout(1, 1, 64, 8, "fp32")
+NBYTES = LAYOUT.block_nbytes
 Script = Callable[[pb.RunRequest], AsyncIterator[pb.RunEvent]]
 
 
@@ -41,7 +46,7 @@ class Source(prefill_pb2_grpc.PrefillServicer):
 
     async def Connect(self, request, context):
         self.connects += 1
-        offer = kv_pb2.TransportOffer(name="fake", body=self.transport.offer())
+        offer = kv_pb2.TransportOffer(name="fake", bodies=[self.transport.offer()])
         return pb.ConnectReply(
             incarnation="their-life", fingerprint=fingerprint_to_wire(FINGERPRINT), offers=[offer]
         )
@@ -83,27 +88,49 @@ class Bench:
         self.region = Region.create(8, NBYTES, "our-life")
         self.commands: list[Command] = []
         self.failures: list[str] = []
+        self.sources: list[str] = []
         built = SimpleNamespace(
-            transports=[FakeTransport(self.region)],
+            ranks=Ranks(LAYOUT, [self.region], {"fake": FakeTransport}),
             fingerprint=FINGERPRINT,
-            loop=SimpleNamespace(submit=lambda *commands: self.commands.extend(commands)),
+            region=self.region,
+            loop=SimpleNamespace(
+                submit=lambda *commands: self.commands.extend(commands),
+                stats=SimpleNamespace(prefill_token_s=0.0),
+            ),
         )
         metrics = SimpleNamespace(transfer_failed=self.failures.append, transferred=lambda *_: None)
-        host = SimpleNamespace(
+        metrics.loaded = self.sources.append
+        self.stack: TierStack | None = None
+        self.host = SimpleNamespace(
             built=built,
             metrics=metrics,
             settings=Settings.model_validate({"source_timeout_s": 5.0} | settings),
             worker_id="d0",
             incarnation="our-life",
+            lookups=None,
         )
-        self.loader = Loader(host)  # type: ignore[arg-type]
+        self.loader = Loader(self.host)  # type: ignore[arg-type]
         self.address = address
 
-    def order(self, name: str, blocks: tuple[int, ...] = (0, 1, 2)) -> None:
-        target = PrefillTarget("p0", self.address, "their-life")
+    def order(
+        self,
+        name: str,
+        blocks: tuple[int, ...] = (0, 1, 2),
+        remote: bool = True,
+        min_tokens: int = 1,
+        cached: int = 0,
+    ) -> None:
+        target = PrefillTarget("p0", self.address, "their-life", min_tokens, cached) if remote else None
         params = SamplingParams(max_tokens=1, seed=0)
         self.loader.expect(Request(name, tuple(range(25)), params, prefill=target))
         self.loader.on_event(LoadOrdered(name, 0, blocks, tuple(bytes([i]) * 32 for i in blocks)))
+
+    def with_tier(self, held: int) -> FakeTier:
+        """Give the worker a tier that holds the first blocks of every order of (0, 1, 2)."""
+        tier = FakeTier("disk", {bytes([i]) * 32: bytes([90 + i]) * NBYTES for i in range(held)})
+        self.stack = TierStack(NBYTES, 0, [tier])
+        self.host.lookups = Lookups(self.stack, FINGERPRINT, lambda: 1.0)
+        return tier
 
     async def report(self, name: str, within_s: float = 5.0) -> LoadReport:
         """The load's one and only report."""
@@ -135,6 +162,8 @@ async def bench(monkeypatch):
     yield make
     for each in made:
         await each.loader.close()
+        if each.stack:
+            await each.stack.close()
     await server.stop(0)
 
 
@@ -224,7 +253,7 @@ async def test_what_is_announced_out_of_order_or_damaged_is_a_miss(bench) -> Non
     async def wrong(request: pb.RunRequest) -> AsyncIterator[pb.RunEvent]:
         yield pb.RunEvent(accepted=pb.Accepted(lease_s=0.6))
         event = b.source.ready(0, [1])
-        if request.transfer_id.endswith("order"):
+        if ":order:" in request.transfer_id:
             event.ready.first = 1
         else:
             event.ready.checksums[0] ^= 1
@@ -244,3 +273,86 @@ async def test_nobody_there_is_a_miss(bench) -> None:
     b.address = "127.0.0.1:1"
     b.order("r")
     assert (await b.report("r")).error.startswith("peer_lost")
+
+
+async def test_a_tier_brings_what_it_holds_and_nobody_is_asked(bench) -> None:
+    b = bench()
+    b.with_tier(3)
+    b.order("r")
+    report = await b.report("r")
+    assert (report.arrived, report.by_tier, report.nbytes) == (3, (("disk", 3),), 0)
+    assert [b.region.block(i)[0] for i in range(3)] == [90, 91, 92]
+    assert [(c.count, c.from_store) for c in b.commands if isinstance(c, BlocksArrived)][-1] == (3, 3)
+    assert b.source.connects == 0
+    assert b.sources == ["disk+local"]
+    assert report.plan.startswith("disk+local ")
+
+
+async def test_a_tier_and_the_prefill_worker_bring_their_parts_at_the_same_time(bench) -> None:
+    b = bench()
+    b.with_tier(1)
+    b.loader._link_nbytes_per_s = 1e5  # so slow that a tier is worth loading from
+
+    async def rest(request: pb.RunRequest) -> AsyncIterator[pb.RunEvent]:
+        yield pb.RunEvent(accepted=pb.Accepted(lease_s=0.6))
+        yield b.source.ready(request.first_block, [5, 3])
+        await asyncio.sleep(5)
+
+    b.source.script = rest
+    b.order("r", cached=3)
+    report = await b.report("r")
+    assert (report.arrived, report.by_tier, report.nbytes) == (3, (("disk", 1),), 2 * NBYTES)
+    assert [b.region.block(i)[0] for i in range(3)] == [90, 6, 4]
+
+
+async def test_what_a_tier_lost_since_the_look_up_is_asked_of_the_prefill_worker(bench) -> None:
+    """1. The tier holds two of three blocks. 2. It loses the second. 3. P brings the third, then the second."""
+    b = bench()
+    tier = b.with_tier(2)
+    b.loader._link_nbytes_per_s = 1e5
+    asked: list[tuple[int, int]] = []
+
+    async def script(request: pb.RunRequest) -> AsyncIterator[pb.RunEvent]:
+        asked.append((request.first_block, len(request.token_ids) // 8))
+        yield pb.RunEvent(accepted=pb.Accepted(lease_s=0.6))
+        yield b.source.ready(request.first_block, [request.first_block])
+        await asyncio.sleep(5)
+
+    b.source.script = script
+    await b.host.lookups.look_up("r", tuple(range(24)), 0, "")
+    b.host.lookups._found["r"] = [Held("disk", 0, 2)]
+    del tier.held[bytes([1]) * 32]
+    b.order("r", cached=3)
+    report = await b.report("r")
+    assert asked == [(2, 3), (1, 2)]
+    assert (report.arrived, report.by_tier) == (3, (("disk", 1),))
+    assert [b.region.block(i)[0] for i in range(3)] == [90, 2, 3]
+
+
+async def test_a_short_rest_is_not_worth_a_question(bench) -> None:
+    b = bench()
+    b.with_tier(2)
+    b.order("r", min_tokens=16)
+    report = await b.report("r")
+    assert (report.arrived, b.source.connects) == (2, 0)
+
+
+async def test_without_a_plan_what_no_tier_brings_is_computed(bench) -> None:
+    b = bench()
+    tier = b.with_tier(2)
+    tier.broken = True
+    b.order("r", remote=False)
+    report = await b.report("r")
+    assert (report.arrived, report.error) == (0, "")
+
+
+async def test_a_load_from_a_tier_that_is_cancelled_leaves_its_blocks_quiet(bench) -> None:
+    b = bench()
+    tier = b.with_tier(3)
+    tier.stick()
+    b.order("r", remote=False)
+    await asyncio.sleep(0.1)
+    b.loader.on_event(LoadCancelled("r"))
+    report = await b.report("r")
+    assert (report.arrived, report.unquiet) == (0, ())
+    tier.release()

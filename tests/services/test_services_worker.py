@@ -13,6 +13,7 @@ from core.errors import ConfigError
 from core.settings import Settings
 from services.worker import build as build_module
 from services.worker.build import build
+from services.worker.kv_events import KVEventLog
 from services.worker.process import until_asked, with_place
 
 
@@ -47,7 +48,7 @@ class TestPlace:
 class TestRefusedBeforeTheWeightsLoad:
     @pytest.fixture(autouse=True)
     def no_weights(self, monkeypatch: pytest.MonkeyPatch):
-        def load_weights(*_: object):
+        def load_weights(*_: object, **__: object):
             raise AssertionError("weights were loaded first")
 
         monkeypatch.setattr(build_module, "load_weights", load_weights)
@@ -62,7 +63,7 @@ class TestRefusedBeforeTheWeightsLoad:
     )
     def test_in_a_sentence_that_names_the_setting(self, values: dict[str, Any], said: str):
         with pytest.raises(ConfigError, match=re.escape(said)):
-            build(settings(**values), "w", "1", 1, lambda _: None, lambda *_: None)
+            build(settings(**values), "w", "1", 1, lambda _: None, KVEventLog(), lambda *_: None)
 
 
 class HeavyTransport:
@@ -82,9 +83,9 @@ class HeavyTransport:
 
 def test_other_memory_counts_the_transports(monkeypatch: pytest.MonkeyPatch):
     heavy = HeavyTransport()
-    monkeypatch.setattr(build_module, "_transports", lambda *_: [heavy])
+    monkeypatch.setattr(build_module, "_transports", lambda *_: {"heavy": lambda region: heavy})
     monkeypatch.setattr(build_module.psutil, "Process", lambda: heavy)
-    built = build(settings(), "w", "1", 1, lambda _: None, lambda *_: None)
+    built = build(settings(), "w", "1", 1, lambda _: None, KVEventLog(), lambda *_: None)
     built.region.close()
     parts = built.footprint
     assert parts.weights_nbytes + parts.kv_nbytes + parts.other_nbytes == heavy.NBYTES

@@ -1,0 +1,79 @@
+"""redis-py as the Redis tier uses it: one URL for a server or a cluster, pipelines, foreign errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
+
+from core.errors import ConfigError
+
+SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
+
+FAULTS = (RedisError, RedisClusterException, OSError)
+"""No answer, or not one that Redis gives: refused, timed out, lost, wrong password, no Redis at all."""
+
+Command = tuple[str | bytes, ...]
+
+
+class RedisClient:
+    """`redis://[[user]:password@]host:port[/db]`, `rediss://` with TLS, `unix://path`; with `+cluster`
+    after the scheme any node of a cluster. redis-py's options go behind `?`, among them
+    `ssl_ca_certs=PATH`. Connects on first use. Raises ConfigError for a URL that it cannot read.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, _, rest = url.partition("://")
+        if scheme not in SCHEMES:
+            raise ConfigError(
+                f"the Redis URL begins with {scheme!r}; write one of {', '.join(s + '://' for s in SCHEMES)}"
+            )
+        # an idle connection that the server closed shows at its next use: once more, at once
+        retry = Retry(NoBackoff(), 1)
+        self._client: Redis | RedisCluster
+        try:
+            self.address = _without_secrets(url)
+            if scheme.endswith("+cluster"):
+                cluster_url = f"{scheme.removesuffix('+cluster')}://{rest}"
+                self._client = RedisCluster.from_url(cluster_url, retry=retry)
+            else:
+                self._client = Redis.from_url(url, retry=retry)
+        except (ValueError, TypeError, RedisError, RedisClusterException) as error:
+            raise ConfigError(f"the Redis URL cannot be used: {error}") from None
+
+    async def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        """The replies of one pipeline in order; an error that the server replied stands in its place.
+
+        Raises one of FAULTS, TimeoutError (an OSError) after `timeout_s`.
+        """
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        async with asyncio.timeout(timeout_s):
+            replies = await pipeline.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, FAULTS) and not isinstance(reply, ResponseError):
+                raise reply
+        return replies
+
+    async def close(self, timeout_s: float) -> None:
+        """Idempotent."""
+        with suppress(*FAULTS):
+            async with asyncio.timeout(timeout_s):
+                await self._client.aclose()
+
+
+def _without_secrets(url: str) -> str:
+    """For the log: scheme, host and port, or the socket's path."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"unix://{parts.path}"
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{parts.hostname}{port}"

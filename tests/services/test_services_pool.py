@@ -1,0 +1,70 @@
+"""The pool of a worker: its size by share of the free RAM, what a CPU or GPU worker cannot be given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from core.errors import ConfigError
+from core.kv import KVLayout
+from core.settings import Settings
+from engine.device import resolve_device
+from services.worker import build, pool
+
+LAYOUT = KVLayout(2, 1, 64, 16, "fp32")
+CPU = torch.device("cpu")
+
+
+def settings(**values: Any) -> Settings:
+    return Settings.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "num_blocks"),
+    [
+        ({}, 2**30 // LAYOUT.block_nbytes),
+        ({"gpu_memory_utilization": 0.5}, 400),
+        ({"gpu_memory_utilization": 0.5, "workers_per_gpu": 2}, 400),
+        ({"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 10 * LAYOUT.block_nbytes}, 10),
+        ({"gpu_memory_utilization": 0.5, "num_blocks": 7}, 7),
+    ],
+)
+def test_blocks_on_a_cpu(values: dict[str, Any], num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "available_nbytes", lambda: 1000 * LAYOUT.block_nbytes)
+    assert pool._num_blocks(settings(**values), LAYOUT, CPU, 100 * LAYOUT.block_nbytes) == num_blocks
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_blocks_need_a_gpu(kv_dtype: str) -> None:
+    layout = KVLayout(2, 1, 64, 16, kv_dtype)
+    assert layout.bytes_per_token == 2 * 2 * 64
+    pool.refuse(settings(), layout, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {kv_dtype} needs a GPU"):
+        pool.refuse(settings(), layout, CPU)
+
+
+@pytest.mark.parametrize(
+    "tier", [{"host_cache_bytes": 1}, {"disk_cache_dir": "x"}, {"redis_url": "redis://x"}]
+)
+def test_there_are_no_tiers_below_a_gpu(tier: dict[str, Any]) -> None:
+    pool.refuse(settings(**tier), LAYOUT, CPU)
+    with pytest.raises(ConfigError, match="--host-cache-bytes"):
+        pool.refuse(settings(**tier), LAYOUT, torch.device("cuda"))
+
+
+def test_blocks_on_a_gpu_do_not_move_over_shm() -> None:
+    with pytest.raises(ConfigError, match="use --transport nixl"):
+        build._transports(settings(transport="shm"), "w", "cuda")
+    assert list(build._transports(settings(), "w", "cuda")) == ["nixl"]
+    assert list(build._transports(settings(), "w", "cpu")) == ["shm"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
+    assert resolve_device("auto") == resolve_device("cpu") == CPU
+    with pytest.raises(ConfigError, match="finds no CUDA device"):
+        resolve_device("cuda")
+    with pytest.raises(ConfigError, match="choose auto, cpu or cuda"):
+        resolve_device("tpu")
