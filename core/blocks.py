@@ -80,3 +80,8 @@ def num_shareable_blocks(num_prompt_tokens: int, block_size: int) -> int:
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens: ceil(n/block_size)."""
     return -(-num_tokens // block_size)
+
+
+def block_key(block_hash: bytes) -> int:
+    """A short name of a block for events and routing: the first 8 bytes of its hash, little-endian."""
+    return int.from_bytes(block_hash[:8], "little")

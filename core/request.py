@@ -23,13 +23,18 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to match: `text` is a grammar in llguidance's own form (JSON).
+    """What an answer has to match: `text` is a Lark grammar as llguidance reads it.
 
-    `param` is the client's parameter that it was made from; errors name it.
+    `param` is the path of the client's parameter that it was made from; errors name it.
     """
 
     text: str
     param: str
+
+    @property
+    def field(self) -> str:
+        """The body's own field: `structured_outputs` of `structured_outputs.regex`."""
+        return self.param.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +83,15 @@ class PrefillTarget:
     """The prefill worker that a plan names: where it listens and which life of it is meant.
 
     `min_tokens`: fewer missing tokens than this are not worth asking it for; the decode worker alone
-    knows what its own pool holds.
+    knows what its own pool holds. `cached_blocks`: leading blocks that it need not compute, as far as
+    the router knows.
     """
 
     worker_id: str
     address: str
     incarnation: str
     min_tokens: int = 1
+    cached_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,18 +55,42 @@ class Settings(BaseModel):
     model: str = Field("", description="GGUF file or Hugging Face directory; empty = the embedded model")
     served_model_name: str = Field("", description="name in the API; empty = from the model's files")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="compute dtype")
-    kv_cache_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="KV dtype; auto = compute dtype"
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8 = weights and the inputs of products in 8 bits (CPU)"
+    )
+    kv_cache_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto", description="KV dtype; auto = compute dtype; fp8 on a GPU"
     )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt + answer in tokens")
     cache_dir: str = Field("~/.cache/baton", description="where converted weights are kept")
 
     # engine
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = a GPU where torch finds one")
+    deterministic: bool = Field(False, description="on a CPU, the same tokens whatever the batch is; slower")
+    enforce_eager: bool = Field(False, description="on a GPU, run decode steps without captured graphs")
     block_size: BlockSize = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
-    kv_cache_memory_bytes: NBytes = Field(2**30, ge=1, description="bytes of the KV pool of one worker")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV pool, instead of bytes")
+    kv_cache_memory_bytes: NBytes | None = Field(
+        None,
+        ge=1,
+        description="bytes of one worker's KV pool; without it 1 GiB on a CPU, on a GPU what "
+        "--gpu-memory-utilization leaves",
+    )
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory that its workers fill with weights, activations and KV pools; "
+        "without it 0.9. Given on a CPU, the share of the free RAM that one worker's activations and KV pool "
+        "take. --num-blocks and --kv-cache-memory-bytes come first",
+    )
+    workers_per_gpu: int = Field(
+        1, ge=1, description="workers that share a GPU's memory evenly; `baton serve` counts its own"
+    )
     max_num_seqs: int = Field(64, ge=1, description="sequences running at once")
-    max_num_batched_tokens: int = Field(256, ge=1, description="token budget of one step")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="token budget of one step; without it 256 on a CPU, 2048 on a GPU"
+    )
     max_waiting: int = Field(1024, ge=1, description="requests a worker queues before it says busy")
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
 
@@ -79,10 +103,24 @@ class Settings(BaseModel):
     cpu_affinity: str = Field("", description="cores such as 0,2-3; empty = all this process may use")
 
     # handoff
-    transport: Literal["auto", "shm", "nixl"] = Field("auto", description="how KV bytes move")
+    transport: Literal["auto", "shm", "nixl", "collective"] = Field(
+        "auto", description="how KV bytes move; auto = shm, and nixl to other hosts"
+    )
     lease_s: float = Field(20.0, gt=0, description="how long prefilled blocks wait without a sign of life")
     source_timeout_s: float = Field(60.0, gt=0, description="longest silence of a prefill worker")
     min_remote_tokens: int = Field(64, ge=0, description="fewer tokens than this are always computed here")
+
+    # tiers below the KV pool; each is absent without its size, directory or URL
+    host_cache_bytes: NBytes = Field(0, ge=0, description="host RAM of one worker for KV blocks; 0 = none")
+    disk_cache_dir: str = Field("", description="directory of KV blocks, one worker's alone; empty = none")
+    disk_cache_bytes: NBytes = Field(4 * 2**30, ge=1, description="cap on everything in disk_cache_dir")
+    redis_url: str = Field("", description="Redis for KV blocks, shared by workers; empty = none")
+    redis_ttl_s: float = Field(3600.0, ge=1, description="how long Redis keeps a block that nobody asks for")
+    tier_order: str = Field("host,disk,redis", description="which tier is asked first")
+    store_policy: Literal["write-through", "second-hit", "on-evict"] = Field(
+        "second-hit", description="when a block goes to disk and Redis"
+    )
+    tier_timeout_s: float = Field(0.5, gt=0, description="longest silence of disk or Redis before a miss")
 
     # router and launcher
     host: str = Field("127.0.0.1", description="address the router listens on")

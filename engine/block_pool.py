@@ -20,7 +20,7 @@ Counting and moving happen together in one thread (the engine's); there is no lo
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -38,11 +38,17 @@ class _Content:
 
 
 class BlockPool:
-    """Allocation, reference counts and the prefix cache of one worker's pool."""
+    """Allocation, reference counts and the prefix cache of one worker's pool.
 
-    def __init__(self, num_blocks: int, *, caching: bool = True) -> None:
+    `on_evict` is told the hash of every content that had to make room.
+    """
+
+    def __init__(
+        self, num_blocks: int, *, caching: bool = True, on_evict: Callable[[bytes], None] = lambda _: None
+    ) -> None:
         self.num_blocks = num_blocks
         self.caching = caching
+        self._on_evict = on_evict
         self.num_evicted = 0
         self._refs = [0] * num_blocks
         self._content: list[_Content | None] = [None] * num_blocks
@@ -155,4 +161,5 @@ class BlockPool:
         del self._by_hash[content.block_hash]
         self._content[block_id] = None
         self.num_evicted += 1
+        self._on_evict(content.block_hash)
         return block_id

@@ -82,8 +82,8 @@ class Engine:
                 scheduler.abort(request_id, index)
                 if index is None:
                     self._prompt_logprobs.pop(request_id, None)
-            case BlocksArrived(request_id, count):
-                scheduler.blocks_arrived(request_id, count)
+            case BlocksArrived(request_id, count, from_store):
+                scheduler.blocks_arrived(request_id, count, from_store)
             case LoadFinished(request_id, report):
                 scheduler.load_finished(request_id, report)
             case Quiet(block_ids):
@@ -99,7 +99,8 @@ class Engine:
     def step(self) -> bool:
         """Run one step; False when there was nothing to compute.
 
-        A model or sampler that raises ends the step's requests only; everything else is raised.
+        A model or sampler that raises ends the step's requests only; everything else is raised, also what
+        the accelerator reports: its context is lost, every later step would fail.
         """
         plan = self.scheduler.schedule()
         if plan.events:
@@ -110,6 +111,8 @@ class Engine:
         try:
             logits = self._run(plan)
             events = self._advance(plan, logits)
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             events = self._fail(plan, error)
         self._measure(plan, self._clock() - started)
@@ -292,11 +295,11 @@ class Engine:
     def _leave_grammar(self, seq: Seq, reason: str) -> Failed:
         """The grammar proved too complex on the way: the client's business, and this request's end."""
         grammar = seq.sampling.grammar
-        param = grammar.param if grammar else None
+        assert grammar is not None
         self.scheduler.abort(seq.request_id)
         self._prompt_logprobs.pop(seq.request_id, None)
-        message = f"{param}: after {seq.num_output - 1} tokens of the answer: {reason}"
-        return Failed(seq.request_id, InvalidParameter(message, param=param))
+        message = f"{grammar.param}: after {seq.num_output - 1} tokens of the answer: {reason}"
+        return Failed(seq.request_id, InvalidParameter(message, param=grammar.field))
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
         """The step broke: its requests are over, everybody else goes on."""

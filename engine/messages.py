@@ -41,10 +41,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class BlocksArrived:
-    """The first `count` blocks of this load stand verified in the pool."""
+    """The first `count` blocks of this load stand verified in the pool.
+
+    `from_store`: the first so many came out of tiers, which hold them already.
+    """
 
     request_id: str
     count: int
+    from_store: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ Command = Add | AddPrefill | Abort | BlocksArrived | LoadFinished | Quiet
 class LoadOrdered:
     """Bring blocks `first_block ...` of a request or job, with these hashes, into `block_ids`.
 
-    From where, and whether it pays at all, is for the taker of the order to decide. Answer with
+    From where, and whether it pays at all, is for the taker of the order to decide. `parked`: it was
+    preempted since it came, and what it had computed was parked. Answer with
     BlocksArrived and exactly one LoadFinished, also after LoadCancelled.
     """
 
@@ -96,6 +101,7 @@ class LoadOrdered:
     first_block: int
     block_ids: tuple[int, ...]
     hashes: tuple[bytes, ...]
+    parked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

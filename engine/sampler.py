@@ -2,8 +2,8 @@
 
 The draw for a position is a function of (seed, position) alone, so that a request that was preempted
 or moved to another worker draws the same tokens again. All probabilities are computed in fp32 and
-summed in fp64. Order: bias and penalties, stop ids masked below min_tokens, temperature, top-k,
-top-p, min-p. Log probabilities are those of the raw distribution.
+summed in fp64. Order: bias and penalties, masks (`engine.masks`), temperature, top-k, top-p, min-p.
+Log probabilities are those of the raw distribution.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from core.request import SamplingParams, TokenLogprob
+from engine import masks
 from engine.sequence import Sequence
 
 _HEAD = 1024
@@ -47,9 +48,13 @@ def sample(logits: torch.Tensor, draws: Seq[Draw]) -> list[tuple[int, TokenLogpr
         best = logits[[draws[i].row for i in plain]].argmax(dim=-1).tolist()
         for i, token_id in zip(plain, best, strict=True):
             chosen[i] = token_id
-    for i, draw in enumerate(draws):
-        if chosen[i] < 0:
-            chosen[i] = _choose(logits[draw.row], draw)
+    rest = [i for i in range(len(draws)) if chosen[i] < 0]
+    if rest and logits.is_cuda:
+        for i, token_id in zip(rest, choose_together(logits, [draws[i] for i in rest]), strict=True):
+            chosen[i] = token_id
+    else:
+        for i in rest:
+            chosen[i] = _choose(logits[draws[i].row], draws[i])
     return [
         (token_id, None if d.seq.sampling.logprobs is None else _logprob(logits[d.row], token_id, d.seq))
         for token_id, d in zip(chosen, draws, strict=True)
@@ -69,31 +74,71 @@ def uniform(seed: int, position: int) -> float:
 
 def _is_plain(draw: Draw) -> bool:
     params = draw.seq.sampling
-    below_min = draw.seq.num_output < params.min_tokens
-    return params.greedy and not params.has_penalties and not params.logit_bias and not below_min
+    changed = params.has_penalties or params.logit_bias or masks.any_apply(draw.seq)
+    return params.greedy and not changed
+
+
+def choose_together(logits: torch.Tensor, draws: Seq[Draw]) -> list[int]:
+    """A token per draw with one kernel over all of them, where logits are on a device.
+
+    Rows are read in the order of token ids, not of probability, so a draw is another one than on a CPU.
+    """
+    from engine.kernels.triton.sample import sample as sample_rows  # triton is there only beside CUDA
+
+    rows = logits[[draw.row for draw in draws]]
+    for row, draw in zip(rows, draws, strict=True):
+        _adjust(row, draw)
+    params = torch.tensor([_sample_params(draw) for draw in draws], dtype=torch.float32)
+    return sample_rows(rows, params.to(logits.device)).tolist()
+
+
+def warm_up(vocab_size: int, device: torch.device) -> None:
+    """Compile the kernel of `choose_together`, so that the first draw does not wait for it."""
+    from engine.kernels.triton.sample import sample as sample_rows
+
+    params = torch.tensor([[1.0, 1.0, 0.5, 0.0, 0.5]], device=device)
+    sample_rows(torch.zeros(1, vocab_size, device=device), params)
+
+
+def _sample_params(draw: Draw) -> tuple[float, float, float, float, float]:
+    """A row of what `engine.kernels.reference.sample` takes."""
+    params = draw.seq.sampling
+    if params.greedy:
+        return 0.0, 0.0, 1.0, 0.0, 0.0
+    return params.temperature, max(0, params.top_k), params.top_p, params.min_p, _uniform_of(draw)
 
 
 def _choose(logits: torch.Tensor, draw: Draw) -> int:
-    params, seq = draw.seq.sampling, draw.seq
+    params = draw.seq.sampling
     logits = logits.clone()
+    _adjust(logits, draw)
+    if params.greedy:
+        return int(logits.argmax())
+    return _draw(logits / params.temperature, params, _uniform_of(draw))
+
+
+def _uniform_of(draw: Draw) -> float:
+    return uniform(draw.seq.sampling.seed + draw.index, len(draw.seq.tokens))
+
+
+def _adjust(logits: torch.Tensor, draw: Draw) -> None:
+    """Bias, penalties and masks of one row, in place."""
+    params, seq = draw.seq.sampling, draw.seq
     for token_id, bias in params.logit_bias:
         logits[token_id] += bias
     if params.has_penalties:
         _penalize(logits, seq, params)
-    if seq.num_output < params.min_tokens and params.stop_token_ids:
-        logits[list(params.stop_token_ids)] = -torch.inf
-    if params.greedy:
-        return int(logits.argmax())
-    return _draw(logits / params.temperature, params, uniform(params.seed + draw.index, len(seq.tokens)))
+    if masks.any_apply(seq):
+        logits.masked_fill_(~masks.allowed(seq, len(logits)).to(logits.device), -torch.inf)
 
 
 def _penalize(logits: torch.Tensor, seq: Sequence, params: SamplingParams) -> None:
     """Repetition counts prompt and output, once a token; presence and frequency the output only."""
     counts = seq.penalties
     if not isinstance(counts, _TokenCounts):
-        seen = torch.zeros(logits.shape[0], dtype=torch.bool)
+        seen = torch.zeros_like(logits, dtype=torch.bool)
         seen[torch.tensor(seq.tokens[: seq.num_prompt])] = True
-        counts = _TokenCounts(seen, torch.zeros(logits.shape[0]), seq.num_prompt)
+        counts = _TokenCounts(seen, torch.zeros_like(logits), seq.num_prompt)
         seq.penalties = counts
     for token_id in seq.tokens[counts.num_counted :]:
         counts.seen[token_id] = True

@@ -52,7 +52,7 @@ class Scheduler:
         store: BlockStore | None = None,
     ) -> None:
         self.pool, self.limits, self._namespace, self._clock = pool, limits, namespace, clock
-        self._pager = Pager(pool, limits.block_size, store or NoStore())
+        self._pager = Pager(pool, limits.block_size, store or NoStore(), limits.sliding_window)
         self.waiting: list[Sequence] = []
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
@@ -102,11 +102,11 @@ class Scheduler:
             (self.waiting if seq.state is State.WAITING else self.running).remove(seq)
             self._finish(seq)
 
-    def blocks_arrived(self, request_id: str, count: int) -> None:
+    def blocks_arrived(self, request_id: str, count: int, from_store: int) -> None:
         """The first `count` blocks of a running load are verified and may be shared."""
         seq = self.loading.get(request_id)
         if seq is not None and not seq.aborted:
-            self._pager.mark_arrived(seq, count)
+            self._pager.mark_arrived(seq, count, from_store)
             if seq.is_prefill_job:
                 self._pending += self._publish(seq, self._clock())
 
@@ -116,7 +116,7 @@ class Scheduler:
         if seq is None:
             return
         if not seq.aborted:
-            self._pager.mark_arrived(seq, report.arrived)
+            self._pager.mark_arrived(seq, report.arrived, sum(count for _, count in report.by_tier))
         complete = not report.unquiet or self._pager.replace(seq, frozenset(report.unquiet))
         self._pager.unpark(seq)
         if seq.aborted:
@@ -153,10 +153,14 @@ class Scheduler:
         return plan
 
     def computed(self, chunk: Chunk, now: float) -> list[Event]:
-        """The chunk's KV stands in the pool: commit its full blocks, publish those of a prefill job."""
+        """The chunk's KV stands in the pool: commit its full blocks, publish those of a prefill job.
+
+        Blocks that fell out of the sliding window go back.
+        """
         seq = chunk.seq
         seq.num_computed += chunk.count
         self._pager.commit(seq)
+        self._pager.drop_fallen(seq)
         if not seq.is_prefill_job:
             return []
         events = self._publish(seq, now)
@@ -170,7 +174,7 @@ class Scheduler:
         forks = []
         for index in range(1, seq.width):
             child = seq.fork(index, self._next_order())
-            self.pool.acquire(child.block_table)
+            self.pool.acquire(child.live_blocks)
             self.running.append(child)
             forks.append(child)
         return [seq, *forks]
@@ -256,6 +260,7 @@ class Scheduler:
                 num_cached,
                 tuple(seq.block_table[num_cached:until]),
                 tuple(seq.hasher.hashes[num_cached:until]),
+                bool(seq.parked),
             )
         )
         return True

@@ -5,6 +5,9 @@
     block_table   | b0 | b1 | b2 | b3 | ...      covers at least num_computed tokens
     num_committed   full blocks whose hash stands in the pool's prefix cache
 
+    num_dropped     leading blocks that fell out of the sliding window and were given back; their
+                    entries stay, so that the others keep their places, and are never read
+
 num_loaded counts prompt tokens whose KV a load brought; num_held the leading blocks that a tier is
 known to hold; `parked` the hashes pinned there while the sequence is preempted; load_first is the
 first block of the load that runs.
@@ -56,6 +59,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_committed: int = 0
+    num_dropped: int = 0
     num_passed_over: int = 0
     num_published: int = 0
     first_scheduled_s: float | None = None
@@ -96,6 +100,11 @@ class Sequence:
         return not self.is_prefill_job and self.num_output > 0 and self.num_to_compute == 1
 
     @property
+    def live_blocks(self) -> list[int]:
+        """The blocks that it holds a reference to."""
+        return self.block_table[self.num_dropped :]
+
+    @property
     def width(self) -> int:
         """How many sequences this one may become: n before the prompt's end, 1 afterwards."""
         if self.request is None or self.num_output > 0 or self.index > 0:
@@ -128,6 +137,7 @@ class Sequence:
             block_table=list(self.block_table),
             num_computed=self.num_computed,
             num_committed=self.num_committed,
+            num_dropped=self.num_dropped,
             first_scheduled_s=self.first_scheduled_s,
             matcher=self.matcher and self.matcher.fork(),
             num_cached=self.num_cached,

@@ -22,6 +22,7 @@ from services import address
 from services.children import SENTENCE, Child, child_flags
 from services.summary import show_summary
 from services.worker.cpu import format_cores, parse_cores, split_cores
+from services.worker.gpu import VISIBLE, split_gpus, visible_gpus
 
 POLL_S = 0.1
 RESTARTS_PER_MINUTE = 5
@@ -78,6 +79,8 @@ class _Launcher:
         s = self._settings
         roles = ["prefill"] * s.prefill + ["decode"] * s.decode
         cores = parse_cores(s.cpu_affinity) or sorted(os.sched_getaffinity(0))
+        gpus = visible_gpus(os.environ, os.listdir("/dev")) if s.device != "cpu" else []
+        places = split_gpus(gpus, len(roles))
         workers = []
         for i, (role, share) in enumerate(zip(roles, split_cores(cores, len(roles)), strict=True)):
             name = f"{role}-{i if role == 'prefill' else i - s.prefill}"
@@ -89,9 +92,12 @@ class _Launcher:
                 advertise="",
                 probe_port=probe_port,
                 cpu_affinity=format_cores(share),
+                workers_per_gpu=places[i][1] if places else 1,
+                disk_cache_dir=os.path.join(s.disk_cache_dir, name) if s.disk_cache_dir else "",
             )
             probe = f"http://127.0.0.1:{probe_port}/ready"
-            workers.append(Child(name, [role, *flags], probe, address=f"127.0.0.1:{port}"))
+            place = {VISIBLE: places[i][0]} if places else {}
+            workers.append(Child(name, [role, *flags], probe, f"127.0.0.1:{port}", place))
         return workers
 
     def _router_sees_all(self) -> bool:

@@ -61,6 +61,7 @@ def request_to_wire(request: Request) -> gen.Start:
             address=target.address,
             incarnation=target.incarnation,
             min_tokens=target.min_tokens,
+            cached_blocks=target.cached_blocks,
         ),
         epoch=request.epoch,
     )
@@ -91,7 +92,7 @@ def request_from_wire(message: gen.Start) -> Request:
     target = None
     if message.HasField("prefill"):
         p = message.prefill
-        target = PrefillTarget(p.worker_id, p.address, p.incarnation, p.min_tokens)
+        target = PrefillTarget(p.worker_id, p.address, p.incarnation, p.min_tokens, p.cached_blocks)
     return Request(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -148,9 +149,11 @@ def delta_from_wire(message: gen.Delta) -> TokenDelta:
 
 def _gathered_to_wire(value: Gathered) -> gen.Gathered:
     plain = {name: getattr(value, name) for name in Gathered.__dataclass_fields__}
-    return gen.Gathered(**plain | {"tier_tokens": dict(value.tier_tokens)})
+    plain["tier_tokens"] = dict(value.tier_tokens)
+    return gen.Gathered(**plain)
 
 
 def _gathered_from_wire(message: gen.Gathered) -> Gathered:
     plain = {name: getattr(message, name) for name in Gathered.__dataclass_fields__}
-    return Gathered(**plain | {"tier_tokens": tuple(sorted(message.tier_tokens.items()))})
+    plain["tier_tokens"] = tuple(sorted(message.tier_tokens.items()))
+    return Gathered(**plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.router.roster import Member, WorkerState
+from wire.v1 import worker_pb2 as pb
 
 
 def describe(member: Member, worker_state: WorkerState, reason: str) -> dict[str, Any]:
@@ -32,4 +33,16 @@ def describe(member: Member, worker_state: WorkerState, reason: str) -> dict[str
     }
     for count in ("free_blocks", "cached_blocks", "running", "waiting", "loading", "held", "steps"):
         described[count] = getattr(state, count) if state else None
+    described["tiers"] = {tier.tier: _describe_tier(tier) for tier in state.tiers} if state else None
     return described
+
+
+def _describe_tier(tier: pb.TierState) -> dict[str, Any]:
+    """All but `hit_blocks` and `breaker` are 0 for Redis: its server alone knows what it holds."""
+    return {
+        "used_bytes": tier.used_bytes,
+        "capacity_bytes": tier.capacity_bytes,
+        "blocks": tier.blocks,
+        "hit_blocks": tier.hit_blocks,
+        "breaker": tier.breaker or None,
+    }

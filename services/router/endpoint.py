@@ -79,8 +79,9 @@ class GenerationEndpoint(Generic[B]):
 
     async def _answer(self, body: B, forced: Forced, inbox: Inbox, progress: Progress, reply: Reply) -> None:
         text, _ = self._router.serving()
-        prompts = await text.prompts(body)
-        generation = Generation(progress.record.request_id, self._router, body, prompts, forced, inbox)
+        prompts, constraints = await text.prompts(body), await text.constraints(body)
+        request_id = progress.record.request_id
+        generation = Generation(request_id, self._router, body, prompts, constraints, forced, inbox)
         try:
             generation.start()
             progress.started(generation)

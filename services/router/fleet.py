@@ -92,10 +92,7 @@ class Fleet:
 
     def assigned(self, plan: Plan, sequences: int) -> None:
         """Count a request just sent to a plan's workers, until their next State counts it."""
-        incarnations = [worker.incarnation for worker in plan.workers]
-        for member in self.roster.members.values():
-            if member.hello is not None and member.hello.incarnation in incarnations:
-                member.unseen += sequences
+        self.roster.assigned([worker.incarnation for worker in plan.workers], sequences)
 
     async def _discover(self, group: asyncio.TaskGroup) -> None:
         async for addresses in self._discovery.watch():
@@ -148,6 +145,8 @@ class Fleet:
                 if event.WhichOneof("kind") == "state":
                     self.roster.state(address, event.state, self._clock())
                     self._report(address, link)
+                elif event.WhichOneof("kind") == "kv" and not self.roster.kv(address, event.kv):
+                    return "news of its blocks is missing; a new stream begins with all of them"
             return "the worker ended the stream"
         except TimeoutError:
             return f"no Hello within {HELLO_TIMEOUT_S:g} s"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.blocks import hash_blocks
+from core.blocks import block_key, hash_blocks, num_shareable_blocks
 from core.errors import EngineFault, WorkerLost
 from core.request import (
     Gathered,
@@ -27,7 +27,7 @@ from services.router.choice import Choice, Piece
 from services.router.router import Router
 from services.router.schemas import GenerationBody
 from services.router.session import Inbox, Session
-from services.router.text import Prompt
+from services.router.text import Constraints, Prompt
 
 SEED_BITS = 64
 
@@ -37,6 +37,7 @@ class Part:
     """One prompt with its choices, running on one decode worker."""
 
     prompt: Prompt
+    block_hashes: tuple[bytes, ...]
     plan: Plan
     choices: list[Choice]
     request_id: str
@@ -58,6 +59,7 @@ class Generation:
         router: Router,
         body: GenerationBody,
         prompts: Sequence[Prompt],
+        constraints: Constraints,
         forced: Forced,
         inbox: Inbox,
     ) -> None:
@@ -65,7 +67,7 @@ class Generation:
         self.id = request_id
         self._router = router
         self._text, self._fleet = router.serving()
-        self._body = body
+        self._body, self._constraints = body, constraints
         self._inbox = inbox
         self._seed = _seed(body, router)
         self._stop_token_ids = frozenset(body.stop_token_ids) | (
@@ -128,10 +130,27 @@ class Generation:
         """Each prompt sees the load that the ones before it will bring."""
         parts, view = [], self._fleet.view()
         for number, prompt in enumerate(prompts):
-            chosen = self._plan(prompt, view, forced)
+            hashes = self._hashes(prompt, view)
+            chosen = self._plan(prompt, view.credited(self._credits(prompt, hashes, view)), forced)
             view = view.after(chosen, self._body.n)
-            parts.append(Part(prompt, chosen, self._choices(number), request_id=f"{self.id}-{number}"))
+            parts.append(Part(prompt, hashes, chosen, self._choices(number), f"{self.id}-{number}"))
         return parts
+
+    def _hashes(self, prompt: Prompt, view: FleetView) -> tuple[bytes, ...]:
+        """Of its full blocks; the decode workers of a view have one fingerprint. None when no worker could
+        hold it: the plan is an error then, and millions of tokens take long to hash."""
+        if len(prompt.token_ids) > max((worker.max_tokens for worker in view.decode), default=0):
+            return ()
+        fingerprint, salt = view.decode[0].fingerprint, self._body.cache_salt
+        return tuple(hash_blocks(fingerprint.namespace, prompt.token_ids, fingerprint.block_size, salt))
+
+    def _credits(self, prompt: Prompt, hashes: Sequence[bytes], view: FleetView) -> dict[str, float]:
+        """What each worker need not compute of a prompt; all of it where every logit is wanted."""
+        if self._body.prompt_logprobs or not hashes:
+            return {}
+        size = view.decode[0].fingerprint.block_size
+        shareable = hashes[: num_shareable_blocks(len(prompt.token_ids), size)]
+        return self._fleet.roster.credits([block_key(block_hash) for block_hash in shareable])
 
     def _plan(self, prompt: Prompt, view: FleetView, forced: Forced) -> Plan:
         body = self._body
@@ -158,14 +177,13 @@ class Generation:
         ]
 
     def _request(self, part: Part) -> Request:
-        fingerprint, prefill = part.plan.decode.fingerprint, part.plan.prefill
-        token_ids, salt = part.prompt.token_ids, self._body.cache_salt
+        prefill = part.plan.prefill
         return Request(
             request_id=part.request_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=part.prompt.token_ids,
             sampling=self._sampling(part.plan.max_tokens),
-            block_hashes=tuple(hash_blocks(fingerprint.namespace, token_ids, fingerprint.block_size, salt)),
-            cache_salt=salt,
+            block_hashes=part.block_hashes,
+            cache_salt=self._body.cache_salt,
             prefill=prefill and self._target(prefill, part.plan.reason),
         )
 
@@ -191,6 +209,9 @@ class Generation:
             repetition_penalty=body.repetition_penalty,
             stop_token_ids=self._stop_token_ids,
             logit_bias=tuple(sorted(body.logit_bias.items())),
+            allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
+            bad_words=self._constraints.bad_words,
+            grammar=self._constraints.grammar,
             logprobs=body.num_logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )

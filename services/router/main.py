@@ -94,7 +94,7 @@ async def _serve(settings: Settings, source: discovery.Discovery, listener: sock
 
 async def _work(router: Router, source: discovery.Discovery) -> None:
     """Everything beside HTTP. Ends only by being cancelled or by failing."""
-    text = await asyncio.to_thread(TextSide, router.settings)
+    text = await asyncio.to_thread(TextSide, router.settings, router.metrics.count_fault)
     silence_s = router.settings.step_timeout_s
     router.fleet = Fleet(source, text.tokenizer_digest, silence_s, router.metrics.count_fault)
     router.text = text

@@ -27,7 +27,6 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
 }
@@ -121,6 +120,11 @@ def check_request(body: GenerationBody) -> None:
         body.max_tokens != body.max_completion_tokens
     ):
         raise InvalidParameter("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+    if body.structured_outputs is not None and body.has_format:
+        raise InvalidParameter(
+            "structured_outputs and response_format both say what the answer looks like; send one",
+            param="structured_outputs",
+        )
     limit = body.limit if body.limit is not None else body.default_limit
     if limit is not None and body.min_tokens > limit:
         raise InvalidParameter(f"min_tokens exceeds the limit of {limit} tokens", param="min_tokens")

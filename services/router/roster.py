@@ -13,12 +13,15 @@ No I/O and no clock of its own: every call that depends on time is told the time
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from core.kv import Fingerprint
 from core.request import Role
+from planning.balance import credit_tokens, fade
 from planning.plan import FleetView, WorkerView
+from planning.prefix_index import Changes, PrefixIndex
 from wire import codec
 from wire.v1 import worker_pb2 as pb
 
@@ -34,7 +37,8 @@ class WorkerState(StrEnum):
 
 @dataclass(slots=True)
 class Member:
-    """One discovered address. `unseen`: sequences sent to it since its last State."""
+    """One discovered address. `unseen`: sequences sent to it since its last State. `recent`: those sent to it
+    lately, over or not; it fades, see `planning.balance`."""
 
     address: str
     hello: pb.Hello | None = None
@@ -44,6 +48,8 @@ class Member:
     heard_at: float = 0.0
     lost_reason: str = ""
     unseen: int = 0
+    recent: float = 0.0
+    index: PrefixIndex = field(default_factory=PrefixIndex)
 
     @property
     def worker_id(self) -> str:
@@ -69,7 +75,16 @@ class Member:
             fingerprint=self.fingerprint,
             total_blocks=self.hello.total_blocks,
             load=self.load,
+            recent=self.recent,
         )
+
+    def credit_tokens(self, keys: Sequence[int]) -> float:
+        """What it need not compute of a prompt whose full blocks have these `core.blocks.block_key`s."""
+        if self.state is None or self.fingerprint is None:
+            return 0.0
+        token_s = {tier.tier: tier.token_s for tier in self.state.tiers}
+        found = self.index.leading(keys)
+        return credit_tokens(found, self.fingerprint.block_size, token_s, self.state.prefill_token_s)
 
 
 class Roster:
@@ -94,10 +109,40 @@ class Roster:
         member.hello, member.state = hello, None
         member.fingerprint = codec.fingerprint_from_wire(hello.fingerprint)
         member.connected, member.heard_at, member.unseen = True, now, 0
+        member.index = PrefixIndex()
+        others = [each.recent for each in self._pool(member.role) if each is not member]
+        member.recent = min(others, default=0.0)  # else a new worker would get all until it has caught up
 
     def state(self, address: str, state: pb.State, now: float) -> None:
         member = self.members[address]
         member.state, member.heard_at, member.unseen = state, now, 0
+
+    def kv(self, address: str, events: pb.KvEvents) -> bool:
+        """Take over what the worker says of its blocks; False when something before it was missed."""
+        changes = [Changes(tier.tier, tier.stored, tier.evicted) for tier in events.tiers]
+        return self.members[address].index.apply(events.first, events.next, events.snapshot, changes)
+
+    def assigned(self, incarnations: Collection[str], sequences: int) -> None:
+        """A request was sent to these workers; their next State counts it in their load."""
+        for role in Role:
+            pool = self._pool(role)
+            chosen = [m for m in pool if m.hello is not None and m.hello.incarnation in incarnations]
+            for member in pool if chosen else ():
+                member.recent *= fade(len(pool)) ** sequences
+            for member in chosen:
+                member.unseen += sequences
+                member.recent += sequences
+
+    def credits(self, keys: Sequence[int]) -> dict[str, float]:
+        """By incarnation, what each worker need not compute of a prompt with these blocks."""
+        return {
+            member.hello.incarnation: member.credit_tokens(keys)
+            for member in self.members.values()
+            if member.connected and member.hello is not None
+        }
+
+    def _pool(self, role: str) -> list[Member]:
+        return [member for member in self.members.values() if member.connected and member.role == role]
 
     def lost(self, address: str, reason: str) -> bool:
         """The stream ended. Returns whether there was one, i.e. whether something was lost."""

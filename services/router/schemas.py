@@ -19,6 +19,13 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_STRUCTURE_CHARS = 16384
+MAX_STRUCTURE_CHOICES = 1024
+MAX_STRUCTURE_CHOICE_CHARS = 512
+MAX_SCHEMA_NAME_CHARS = 64
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 512
 INT64 = 2**63
@@ -26,6 +33,9 @@ INT64 = 2**63
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+StructureText = Annotated[str, Field(min_length=1, max_length=MAX_STRUCTURE_CHARS)]
+StructureChoice = Annotated[str, Field(min_length=1, max_length=MAX_STRUCTURE_CHOICE_CHARS)]
 Many = Field(min_length=1, max_length=MAX_PROMPTS)
 
 # What a client may send where it differs from what a field holds; for the OpenAPI document.
@@ -87,6 +97,50 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
+class JsonSchema(Body):
+    """A schema and what OpenAI's API says about it; it holds whatever `strict` says."""
+
+    name: Annotated[str, Field(max_length=MAX_SCHEMA_NAME_CHARS, pattern="^[a-zA-Z0-9_-]+$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """`json_schema` belongs to the type of that name, and to no other."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _fitting(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise PydanticCustomError(
+                "json_schema", "json_schema should be there with type json_schema, and only with it"
+            )
+        return self
+
+
+class StructuredOutputs(Body):
+    """What the whole answer has to match: exactly one of these."""
+
+    regex: StructureText | None = None
+    choice: Annotated[list[StructureChoice], Field(min_length=1, max_length=MAX_STRUCTURE_CHOICES)] | None = (
+        None
+    )
+    grammar: StructureText | None = None
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise PydanticCustomError(
+                "structured_outputs", "should have exactly one of regex, choice, grammar, json, json_object"
+            )
+        return self
+
+
 class GenerationBody(Body):
     """What both endpoints share."""
 
@@ -113,6 +167,12 @@ class GenerationBody(Body):
     stop: Annotated[Stops, BeforeValidator(_one_or_many, json_schema_input_type=StopForms)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: bool = False
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = (
+        None
+    )
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = []
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] = ""
     return_token_ids: bool = False
     user: str | None = None
@@ -122,6 +182,11 @@ class GenerationBody(Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_format(self) -> bool:
+        """Whether `response_format` asks for anything but text."""
+        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def limit(self) -> int | None:

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from checkpoint.chat import encode_chat
+from checkpoint.grammar import GrammarThread
 from checkpoint.open import open_checkpoint
 from core.errors import ContextLengthExceeded, InvalidParameter
+from core.request import Grammar
 from core.settings import Settings
+from services.router import structured
+from services.router.grammar_checker import GrammarChecker
 from services.router.parse import check_token_ids
 from services.router.schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
 
@@ -33,10 +37,18 @@ class Prompt:
     text: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What the answer's text must not or has to be, in token ids and as a grammar."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+
+
 class TextSide:
     """Tokenizer and names of the served model. Made by `load`, immutable afterwards."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, count_fault: Callable[[str], None]) -> None:
         """Open the model's files; takes a second. Raises ConfigError."""
         checkpoint = open_checkpoint(settings.model)
         self.name = settings.served_model_name or checkpoint.name
@@ -49,11 +61,14 @@ class TextSide:
         self.vocab_size = min(checkpoint.config.vocab_size, self.tokenizer.vocab_size)
         self._special_in_chat = settings.special_tokens_in_chat
         self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
+        self._grammar_thread, self._checker = GrammarThread(), GrammarChecker(count_fault)
+        self._grammar_thread.begin(self._checker.start)
 
     async def prompts(self, body: GenerationBody) -> list[Prompt]:
         """Token ids of the request's prompts. Raises InvalidParameter for what cannot be generated from."""
         check_token_ids(body.stop_token_ids, self.vocab_size, "stop_token_ids")
         check_token_ids(body.logit_bias, self.vocab_size, "logit_bias")
+        check_token_ids(body.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")
         if isinstance(body, ChatBody):
             return [Prompt(tuple(await self.encode_chat(body.messages)))]
         assert isinstance(body, CompletionBody)
@@ -69,6 +84,32 @@ class TextSide:
             return Prompt(tuple(self._encode(prompt, True)), prompt)
         check_token_ids(prompt, self.vocab_size, "prompt")
         return Prompt(tuple(prompt), self.tokenizer.decode(prompt, skip_special=False) if echo else None)
+
+    async def constraints(self, body: GenerationBody) -> Constraints:
+        """Raises InvalidParameter for what cannot be tokenized or is no valid grammar."""
+        grammar = None
+        if structured.is_asked_for(body):
+            field = "response_format" if body.structured_outputs is None else "structured_outputs"
+            grammar = await self._grammar_thread.run(lambda: self._grammar(body), field)
+        num_chars = 2 * sum(map(len, body.bad_words))
+        words = await self._run(num_chars, lambda: {ids for w in body.bad_words for ids in self._forms(w)})
+        return Constraints(tuple(sorted(words - {()})), grammar)
+
+    def _grammar(self, body: GenerationBody) -> Grammar:
+        grammar = structured.grammar_of(body)
+        self._checker.check(grammar)
+        return grammar
+
+    def _forms(self, word: str) -> list[tuple[int, ...]]:
+        """A bad word's token ids at the beginning of a text and after a space."""
+        bare = word.removeprefix(" ") or word
+        try:
+            return [
+                tuple(self.tokenizer.encode(text, add_special=False, parse_special=False))
+                for text in (bare, f" {bare}")
+            ]
+        except InvalidParameter as error:
+            raise InvalidParameter(f"bad_words: {error.message}", param="bad_words") from None
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of a text, control tokens in it included, as the model's own tokenizer reads it."""
@@ -114,3 +155,5 @@ class TextSide:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_thread.close()
+        self._checker.close()

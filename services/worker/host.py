@@ -9,7 +9,9 @@ from core.errors import Unavailable
 from core.settings import Settings
 from services.worker.build import Built
 from services.worker.hub import Hub
+from services.worker.kv_events import KVEventLog
 from services.worker.metrics import WorkerMetrics
+from services.worker.tiers import Lookups
 
 
 class Phase(StrEnum):
@@ -32,8 +34,11 @@ class WorkerHost:
     address: str = ""
     probe_address: str = ""
     cores: list[int] = field(default_factory=list)
+    kv_events: KVEventLog = field(default_factory=KVEventLog)
     _built: Built | None = None
     _metrics: WorkerMetrics | None = None
+    lookups: Lookups | None = None
+    """Set once the model is loaded, on a worker with tiers."""
 
     @property
     def built(self) -> Built:
@@ -47,6 +52,9 @@ class WorkerHost:
 
     def loaded(self, built: Built, metrics: WorkerMetrics) -> None:
         self._built, self._metrics = built, metrics
+        if built.stack:
+            token_s = lambda: built.loop.stats.prefill_token_s  # noqa: E731
+            self.lookups = Lookups(built.stack, built.fingerprint, token_s)
 
     def require_ready(self) -> None:
         """Raises Unavailable while new work is not taken."""

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from core import metric_names as names
 from core.request import Gathered
 from engine.loop import EngineLoop
+from kvtransfer.tier_stack import TierStack
 
 _ALIASES: dict[str, list[str]] = {}
 for _alias, _ours in names.VLLM_ALIASES.items():
@@ -70,13 +71,63 @@ class _Engine(Collector):
             yield family
 
 
+class _Tiers(Collector):
+    """What the tiers count, as it stands when asked."""
+
+    _COUNTERS = (
+        (names.TIER_QUERIES, "queries", "blocks looked up"),
+        (names.TIER_HITS, "hits", "blocks looked up and held"),
+        (names.TIER_LOAD_BYTES, "load_nbytes", "bytes loaded"),
+        (names.TIER_LOAD_SECONDS, "load_s", "time spent loading"),
+        (names.TIER_STORE_BYTES, "store_nbytes", "bytes stored"),
+        (names.TIER_STORE_SECONDS, "store_s", "time spent storing"),
+        (names.TIER_EVICTED, "evictions", "blocks given up for others"),
+        (names.TIER_CORRUPT, "corrupt", "blocks that failed verification"),
+        (names.TIER_DROPPED, "dropped", "stores given up"),
+        (names.TIER_ERRORS, "errors", "operations that failed or took too long"),
+    )
+    _GAUGES = (
+        (names.TIER_USED_BYTES, "used_nbytes", "bytes held"),
+        (names.TIER_CAPACITY_BYTES, "capacity_nbytes", "bytes that may be held; 0 = no cap of its own"),
+    )
+    _BREAKER = {"open": 1.0, "half-open": 0.5}
+
+    def __init__(self, stack: TierStack, labels: dict[str, str]) -> None:
+        self._stack, self._labels = stack, labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stack.stats()
+        for kind, listed in ((CounterMetricFamily, self._COUNTERS), (GaugeMetricFamily, self._GAUGES)):
+            for name, field, text in listed:
+                yield self._family(kind, name, text, {t: getattr(s, field) for t, s in stats.items()})
+        breakers = {tier: self._BREAKER.get(s.breaker, 0.0) for tier, s in stats.items() if s.breaker}
+        text = "whether the tier is left alone after faults"
+        yield self._family(GaugeMetricFamily, names.TIER_BREAKER_OPEN, text, breakers)
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        values: dict[str, float],
+    ) -> Metric:
+        family = kind(name, text, labels=[*self._labels, "tier"])
+        for tier, value in values.items():
+            family.add_metric([*self._labels.values(), tier], value)
+        return family
+
+
 class WorkerMetrics:
     """One worker's registry; every series carries role, worker and model_name."""
 
-    def __init__(self, loop: EngineLoop, role: str, worker_id: str, model_name: str) -> None:
+    def __init__(
+        self, loop: EngineLoop, stack: TierStack | None, role: str, worker_id: str, model_name: str
+    ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"role": role, "worker": worker_id, "model_name": model_name}
         self.registry.register(_Engine(loop, self._labels))
+        if stack:
+            self.registry.register(_Tiers(stack, self._labels))
         self._tokens = self._counter(names.TOKENS_BY_SOURCE, "prompt tokens by source of their KV", "source")
         self._queue = self._histogram(names.QUEUE_SECONDS, "time a request waited", names.TTFT_BUCKETS)
         self._prefill = self._histogram(
@@ -89,6 +140,7 @@ class WorkerMetrics:
         self._transfer_failures = self._counter(
             names.TRANSFER_FAILURES, "loads that did not deliver", "reason"
         )
+        self._loads = self._counter(names.LOADS, "loads by the sources chosen", "sources")
         self._leases_expired = self._counter(names.LEASES_EXPIRED, "leases that ended without a sign of life")
 
     def gathered(self, value: Gathered) -> None:
@@ -115,6 +167,11 @@ class WorkerMetrics:
     def transfer_failed(self, reason: str) -> None:
         for counter in self._transfer_failures:
             counter.labels(*self._labels.values(), reason).inc()
+
+    def loaded(self, label: str) -> None:
+        """Count a load by the sources that were chosen for it."""
+        for counter in self._loads:
+            counter.labels(*self._labels.values(), label or "none").inc()
 
     def lease_expired(self) -> None:
         for counter in self._leases_expired:

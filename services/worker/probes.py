@@ -32,7 +32,10 @@ def application(host: WorkerHost) -> Starlette:
         }
         if host.phase is not Phase.LOADING:
             body |= {"address": host.address, "cores": host.cores, "role": host.role}
-            body |= {"footprint": asdict(host.built.footprint), "stats": asdict(host.built.loop.stats)}
+            built = host.built
+            body |= {"footprint": asdict(built.footprint), "stats": asdict(built.loop.stats)}
+            tiers = built.stack.stats() if built.stack else {}
+            body |= {"tiers": {name: asdict(stats) for name, stats in tiers.items()}}
         return JSONResponse(body, 200 if body["state"] == Phase.READY else 503)
 
     async def metrics(_: Request) -> Response:

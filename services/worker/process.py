@@ -19,7 +19,7 @@ from core import faults, log
 from core.errors import ConfigError
 from core.settings import Settings
 from services import address
-from services.worker import cpu
+from services.worker.build import build
 from services.worker.host import Phase, WorkerHost
 from services.worker.hub import Hub
 from services.worker.metrics import WorkerMetrics
@@ -45,10 +45,12 @@ class Service(Protocol):
 Attach = Callable[[WorkerHost, grpc.aio.Server], Service]
 
 
-def run(settings: Settings, role: str, attach: Sequence[Attach]) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before serving."""
+def run(settings: Settings, role: str, attach: Sequence[Attach], cores: list[int], threads: int) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before serving.
+
+    `cores` and `threads`: what `services.worker.cpu.confine` gave, before this module was imported.
+    """
     settings = with_place(settings, role)
-    cores, threads = cpu.confine(settings)
     faults.configure(settings.faults)
     return uvloop.run(_main(settings, role, attach, cores, threads))
 
@@ -72,8 +74,6 @@ def with_place(settings: Settings, role: str) -> Settings:
 async def _main(
     settings: Settings, role: str, attach: Sequence[Attach], cores: list[int], threads: int
 ) -> int:
-    from services.worker.build import build  # torch: only after the cores are set
-
     incarnation = uuid.uuid4().hex[:12]
     worker_id = settings.worker_id
     log.configure(settings.log_level, settings.log_format, worker=worker_id)
@@ -86,8 +86,10 @@ async def _main(
     def progress(doing: str, share: float) -> None:
         host.progress = (doing, share)
 
-    built = await asyncio.to_thread(build, settings, worker_id, incarnation, threads, host.hub.emit, progress)
-    host.loaded(built, WorkerMetrics(built.loop, role, worker_id, model_label(settings)))
+    built = await asyncio.to_thread(
+        build, settings, worker_id, incarnation, threads, host.hub.emit, host.kv_events, progress
+    )
+    host.loaded(built, WorkerMetrics(built.loop, built.stack, role, worker_id, model_label(settings)))
     server = channel.server()
     services = [make(host, server) for make in attach]
     watch = WatchService(host)
@@ -114,6 +116,8 @@ async def _main(
         await service.close()
     await server.stop(grace=1.0)
     await probes.stop()
+    if built.stack:
+        await built.stack.close()
     await asyncio.to_thread(built.close)
     _log.info("worker.stopped", drained=drained)
     return 0

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from kvtransfer.tier_stack import TierStack
 from services.version import VERSION
 from services.worker.host import WorkerHost
 from wire.codec import fingerprint_to_wire
@@ -20,7 +21,8 @@ STATE_NOT_BEFORE_S = 0.05
 
 
 class WatchService(worker_pb2_grpc.WorkerServicer):
-    """Hello, then a State on every change, at most each 50 ms and at least each second."""
+    """Hello, then State and KvEvents on every change of the engine's, at most each 50 ms, and at least each
+    second: that is how old news of the tiers may be."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
@@ -49,9 +51,13 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
         self._watchers.add(wake)
         try:
             yield pb.WatchEvent(hello=self._hello())
+            cursor = None
             while not self._closed:
                 wake.clear()
                 yield pb.WatchEvent(state=self._state())
+                events, cursor = self._host.kv_events.since(cursor)
+                if events is not None:
+                    yield pb.WatchEvent(kv=events)
                 await asyncio.sleep(STATE_NOT_BEFORE_S)
                 try:
                     await asyncio.wait_for(wake.wait(), STATE_EVERY_S)
@@ -71,15 +77,15 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
             pid=os.getpid(),
             address=host.address,
             probe_address=host.probe_address,
-            transports=[transport.name for transport in built.transports],
+            transports=built.ranks.transports,
             total_blocks=built.footprint.num_blocks,
             dtype=built.footprint.dtype,
             version=VERSION,
         )
 
     def _state(self) -> pb.State:
-        loop = self._host.built.loop
-        stats = loop.stats
+        built = self._host.built
+        loop, stats = built.loop, built.loop.stats
         return pb.State(
             phase=str(self._host.phase),
             free_blocks=stats.free_blocks,
@@ -90,4 +96,22 @@ class WatchService(worker_pb2_grpc.WorkerServicer):
             held=stats.held,
             steps=stats.steps,
             idle_s=loop.idle_s,
+            prefill_token_s=stats.prefill_token_s,
+            tiers=tier_states(built.stack, built.fingerprint.block_size) if built.stack else (),
         )
+
+
+def tier_states(stack: TierStack, block_size: int) -> list[pb.TierState]:
+    """What routers are told of each tier."""
+    return [
+        pb.TierState(
+            tier=name,
+            token_s=stack.host.block_nbytes / stack.rate(name).nbytes_per_s / block_size,
+            used_bytes=stats.used_nbytes,
+            capacity_bytes=stats.capacity_nbytes,
+            blocks=stats.num_blocks,
+            hit_blocks=stats.hits,
+            breaker=stats.breaker,
+        )
+        for name, stats in stack.stats().items()
+    ]

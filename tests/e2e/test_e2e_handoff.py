@@ -48,8 +48,9 @@ def test_the_blocks_come_from_the_prefill_worker(cluster: Cluster):
     assert p.metric("baton_kv_blocks_free") == p.metric("baton_kv_blocks_total")
 
 
-def test_over_nixl():
-    with Cluster(transport="nixl", num_blocks=64) as cluster:
+@pytest.mark.parametrize("transport", ["nixl", "collective"])
+def test_over_another_transport(transport: str):
+    with Cluster(transport=transport, num_blocks=64) as cluster:
         d = cluster.worker("decode-0")
         reply = cluster.complete(prompt("story-65"), plan="disaggregated", max_tokens=8)
         assert is_gold(reply, "story-65", 8)

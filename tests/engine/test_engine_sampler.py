@@ -7,6 +7,7 @@ import torch
 
 from core.blocks import BlockHasher
 from core.request import Request, SamplingParams
+from engine.masks import completing
 from engine.sampler import Draw, prompt_logprobs, sample, uniform
 from engine.sequence import Sequence
 
@@ -118,6 +119,60 @@ def test_bias_and_min_tokens(logits) -> None:
     stop = {"stop_token_ids": frozenset({best}), "temperature": 0.0}
     assert _draw(logits, min_tokens=1, **stop)[0] != best
     assert _draw(logits, (3,), min_tokens=1, **stop)[0] == best
+
+
+def test_only_allowed_token_ids_are_drawn(logits) -> None:
+    worst = [int(i) for i in logits.argsort()[:3]]
+    given = {"allowed_token_ids": tuple(worst)}
+    assert _draw(logits, temperature=0.0, **given)[0] == worst[-1]
+    assert {_draw(logits, tuple(range(n)), temperature=2.0, **given)[0] for n in range(40)} == set(worst)
+
+
+@pytest.mark.parametrize(
+    ("output", "masked"),
+    [
+        ((), {7}),
+        ((1,), {7}),
+        ((3,), {7, 4}),
+        ((3, 4), {7, 5}),
+        ((9, 3, 4), {7, 5}),
+        ((4, 3), {7, 4}),
+        ((3, 4, 5), {7}),
+        ((8,), {7, 8}),
+    ],
+)
+def test_the_token_that_would_complete_a_bad_word_is_masked(output: tuple[int, ...], masked: set[int]):
+    words = ((7,), (3, 4), (3, 4, 5), (8, 8))
+    assert completing(words, list(output)) == masked
+    flat = torch.zeros(12)
+    drawn = {
+        _draw(flat, output, prompt=(3, 4), temperature=1.0, bad_words=words, seed=s)[0] for s in range(300)
+    }
+    assert drawn == set(range(12)) - masked, "the prompt's tokens do not count"
+
+
+@pytest.mark.parametrize(
+    ("given", "best"),
+    [
+        ({"allowed_token_ids": (2,), "bad_words": ((2,),)}, 2),
+        ({"allowed_token_ids": (2,), "stop_token_ids": frozenset({2}), "min_tokens": 5}, 2),
+        ({"allowed_token_ids": (2, 3), "stop_token_ids": frozenset({2}), "min_tokens": 5}, 3),
+        ({"stop_token_ids": frozenset({0}), "min_tokens": 5, "bad_words": ((1,),)}, 2),
+    ],
+)
+def test_a_mask_that_would_leave_nothing_is_passed_over(given: dict[str, object], best: int) -> None:
+    assert _draw(torch.tensor([4.0, 3.0, 2.0, 1.0]), temperature=0.0, **given)[0] == best
+
+
+def test_masks_change_neither_the_draws_number_nor_the_raw_logprobs(logits) -> None:
+    """Where all that is masked is improbable, the same (seed, position) draws the same token."""
+    sharp = logits * 4
+    kept = tuple(int(i) for i in sharp.argsort(descending=True)[:2000])
+    for n in range(20):
+        free = _draw(sharp, tuple(range(n)), temperature=1.0, top_k=1000, logprobs=1)
+        assert free == _draw(
+            sharp, tuple(range(n)), temperature=1.0, top_k=1000, logprobs=1, allowed_token_ids=kept
+        )
 
 
 def test_logprobs_are_of_the_raw_distribution(logits) -> None:

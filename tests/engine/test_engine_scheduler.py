@@ -173,7 +173,7 @@ def test_a_load_is_aborted_at_each_moment(moment: str, unquiet: bool) -> None:
     steps = {
         "waiting": lambda: None,
         "ordered": desk.step,
-        "arriving": lambda: s.blocks_arrived("r", 2),
+        "arriving": lambda: s.blocks_arrived("r", 2, 0),
         "finished": lambda: s.load_finished("r", LoadReport(2, unquiet=late)),
         "decoding": desk.step,
     }

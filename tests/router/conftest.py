@@ -11,7 +11,7 @@ from services.router.text import TextSide
 @pytest.fixture(scope="session")
 def text() -> TextSide:
     """The embedded model's text side; nothing changes it, so all tests share one."""
-    return TextSide(Settings())
+    return TextSide(Settings(), lambda where: None)
 
 
 @pytest.fixture

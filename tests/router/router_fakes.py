@@ -109,6 +109,7 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
         self.print = print_
         self.state = pb.State(phase="ready", free_blocks=total_blocks)
         self.watches = 0
+        self._news: pb.KvEvents | None = None
         self._worker_id, self._role, self._total_blocks = worker_id, role, total_blocks
         self._changed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -134,6 +135,11 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def tell(self, news: pb.KvEvents) -> None:
+        """Say this of its blocks, again with every State: the same news twice change nothing."""
+        self._news = news
+        self.change()
+
     async def Watch(self, request, context):
         self.watches += 1
         yield pb.WatchEvent(
@@ -152,6 +158,8 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
         while True:
             changed = self._changed
             yield pb.WatchEvent(state=self.state)
+            if self._news is not None:
+                yield pb.WatchEvent(kv=self._news)
             try:
                 async with asyncio.timeout(0.5):
                     await changed.wait()

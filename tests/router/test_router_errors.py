@@ -30,7 +30,6 @@ BAD_CHAT = [
     ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({**CHAT, "tool_choice": "required"}, "tool_choice"),
-    ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
     ({**CHAT, "frobnicate": 1}, "frobnicate"),
     ({**CHAT, "logit_bias": {"x": 1}}, "logit_bias"),
     ({**CHAT, "logit_bias": {"49152": 1}}, "logit_bias"),

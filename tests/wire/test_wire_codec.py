@@ -10,6 +10,7 @@ from core.kv import Fingerprint
 from core.request import (
     FinishReason,
     Gathered,
+    Grammar,
     PrefillTarget,
     Request,
     SamplingParams,
@@ -22,6 +23,7 @@ from wire.v1 import prefill_pb2, prefill_pb2_grpc
 FULL = SamplingParams(
     max_tokens=3, seed=2**64 - 1, min_tokens=1, n=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, presence_penalty=-0.3,
     frequency_penalty=0.2, repetition_penalty=1.3, stop_token_ids=frozenset({0, 2}), logit_bias=((0, -1.5), (7, 100.0)),
+    allowed_token_ids=(0, 49151), bad_words=((5,), (0, 6)), grammar=Grammar('{"grammars": []}', "response_format"),
     logprobs=0, prompt_logprobs=True,
 )  # fmt: skip
 

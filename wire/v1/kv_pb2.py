@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10wire/v1/kv.proto\x12\rbaton.wire.v1\"\xf6\x01\n\x0b\x46ingerprint\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x0c\n\x04rope\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x16\n\x0elayout_version\x18\n \x01(\r\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\",\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10wire/v1/kv.proto\x12\rbaton.wire.v1\"\xf6\x01\n\x0b\x46ingerprint\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x10\n\x08kv_dtype\x18\x07 \x01(\t\x12\x0c\n\x04rope\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x16\n\x0elayout_version\x18\n \x01(\r\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\".\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62odies\x18\x02 \x03(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,5 +34,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINGERPRINT']._serialized_start=36
   _globals['_FINGERPRINT']._serialized_end=282
   _globals['_TRANSPORTOFFER']._serialized_start=284
-  _globals['_TRANSPORTOFFER']._serialized_end=328
+  _globals['_TRANSPORTOFFER']._serialized_end=330
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,7 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -31,9 +33,9 @@ class Fingerprint(_message.Message):
     def __init__(self, model_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., rope: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_version: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
-    __slots__ = ("name", "body")
+    __slots__ = ("name", "bodies")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    BODY_FIELD_NUMBER: _ClassVar[int]
+    BODIES_FIELD_NUMBER: _ClassVar[int]
     name: str
-    body: bytes
-    def __init__(self, name: _Optional[str] = ..., body: _Optional[bytes] = ...) -> None: ...
+    bodies: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, name: _Optional[str] = ..., bodies: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -12,12 +12,36 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("hello", "state")
+    __slots__ = ("hello", "state", "kv")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     state: State
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ...) -> None: ...
+    kv: KvEvents
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., kv: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
+
+class KvEvents(_message.Message):
+    __slots__ = ("first", "next", "snapshot", "tiers")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    next: int
+    snapshot: bool
+    tiers: _containers.RepeatedCompositeFieldContainer[TierChanges]
+    def __init__(self, first: _Optional[int] = ..., next: _Optional[int] = ..., snapshot: _Optional[bool] = ..., tiers: _Optional[_Iterable[_Union[TierChanges, _Mapping]]] = ...) -> None: ...
+
+class TierChanges(_message.Message):
+    __slots__ = ("tier", "stored", "evicted")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    evicted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tier: _Optional[str] = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "host", "pid", "address", "probe_address", "transports", "total_blocks", "dtype", "version")
@@ -48,7 +72,7 @@ class Hello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., probe_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., total_blocks: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("phase", "free_blocks", "cached_blocks", "running", "waiting", "loading", "held", "steps", "idle_s")
+    __slots__ = ("phase", "free_blocks", "cached_blocks", "running", "waiting", "loading", "held", "steps", "idle_s", "prefill_token_s", "tiers")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +82,8 @@ class State(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     phase: str
     free_blocks: int
     cached_blocks: int
@@ -67,4 +93,24 @@ class State(_message.Message):
     held: int
     steps: int
     idle_s: float
-    def __init__(self, phase: _Optional[str] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., steps: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+    prefill_token_s: float
+    tiers: _containers.RepeatedCompositeFieldContainer[TierState]
+    def __init__(self, phase: _Optional[str] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., steps: _Optional[int] = ..., idle_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ...) -> None: ...
+
+class TierState(_message.Message):
+    __slots__ = ("tier", "token_s", "used_bytes", "capacity_bytes", "blocks", "hit_blocks", "breaker")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    token_s: float
+    used_bytes: int
+    capacity_bytes: int
+    blocks: int
+    hit_blocks: int
+    breaker: str
+    def __init__(self, tier: _Optional[str] = ..., token_s: _Optional[float] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., breaker: _Optional[str] = ...) -> None: ...

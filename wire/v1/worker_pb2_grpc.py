@@ -46,6 +46,7 @@ class WorkerServicer:
 
     def Watch(self, request, context):
         """Hello first, then a State whenever it changes and at least once a second, until either side leaves.
+        KvEvents between them: a snapshot first, then what changed, a second old at most.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
