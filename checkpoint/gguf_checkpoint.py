@@ -25,13 +25,15 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|B?F16|F32|MXFP4)$", re.IGNORECASE)
 
 
@@ -64,11 +66,13 @@ class GGUFCheckpoint:
 
     def tensors(self) -> Iterator[RawTensor]:
         """As promised by `Checkpoint`. Quantized tensors come dequantized to fp32, one at a time."""
-        heads = {"self_attn.q_proj": self.config.num_heads, "self_attn.k_proj": self.config.num_kv_heads}
+        permuted: dict[str, int] = {}
+        if self.config.architecture == "llama":
+            permuted = {"q_proj.weight": self.config.num_heads, "k_proj.weight": self.config.num_kv_heads}
         for name in expected_tensors(self.config):
             dtype, array = self._load(self._stored[name])
-            for projection, num_heads in heads.items():
-                if projection in name:
+            for projection, num_heads in permuted.items():
+                if name.endswith(projection):
                     array = unpermute(array, num_heads)
             yield RawTensor(name, dtype, array.shape, array.data.cast("B").toreadonly())
 
@@ -92,7 +96,7 @@ class GGUFCheckpoint:
 
 
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo the row order that GGUF has for q and k of the llama architecture: [num_heads * d, in].
+    """Undo the row order that GGUF has for q and k of the llama architecture alone: [num_heads * d, in].
 
     There the two numbers that rotary turns together are neighbours (0, 1), (2, 3), ...; Hugging Face
     pairs each row of a head's first half with the one d/2 below it.
@@ -107,5 +111,5 @@ def _hf_name(name: str) -> str:
     """The Hugging Face name; one that has none stays as it is and is reported as extra."""
     block = _BLOCK.fullmatch(name)
     if block and block[2] in _LAYER:
-        return f"model.layers.{block[1]}.{_LAYER[block[2]]}.weight"
+        return f"model.layers.{block[1]}.{_LAYER[block[2]]}.{block[3]}"
     return _GLOBAL.get(name, name)

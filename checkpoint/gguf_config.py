@@ -1,4 +1,4 @@
-"""ModelConfig from GGUF metadata (`llama.*`, `tokenizer.ggml.*`)."""
+"""ModelConfig from GGUF metadata (`llama.*`, `qwen2.*`, `qwen3.*`, `tokenizer.ggml.*`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from checkpoint.config import ModelConfig, RopeScaling
 from checkpoint.gguf_file import GGUFFile
 from core.errors import ConfigError
 
-ARCHITECTURES = ("llama",)
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Mistral's files say llama."""
+
 ROPE_FACTORS = "rope_freqs.weight"
 """fp32 [head_dim/2]: what llama3 scaling divides each frequency by. GGUF stores no parameters of it."""
 
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_EOS_LITERALS = {
+    "llama-bpe": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    "qwen2": ("<|endoftext|>", "<|im_end|>"),
+}
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
@@ -30,7 +36,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     keys = _Keys(file, architecture)
     if meta.get("split.count", 1) > 1:
         raise ConfigError(f"{file.path} is one part of several; merge the parts with gguf-split first")
-    for key in ("expert_count", "attention.sliding_window"):
+    # A window of Qwen's covers some layers only, and the file does not say which.
+    unsupported = ("expert_count", "attention.sliding_window_pattern")
+    for key in unsupported if architecture == "llama" else (*unsupported, "attention.sliding_window"):
         if keys.get(key, 0):
             raise ConfigError(
                 f"{file.path} has {architecture}.{key} set, which is not supported; choose another"
@@ -44,6 +52,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
                 f"{head_dim} is supported; choose another model"
             )
     theta = _decimal(keys.get("rope.freq_base", 10000.0))
+    max_position = keys.integer("context_length")
+    scaling = _rope_scaling(keys, theta, head_dim, max_position)
     return ModelConfig(
         architecture=architecture,
         vocab_size=keys.integer("vocab_size", len(meta.get("tokenizer.ggml.tokens", ()))),
@@ -55,18 +65,28 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=_decimal(keys.get("attention.layer_norm_rms_epsilon", 1e-5)),
         rope_theta=theta,
-        rope_scaling=_rope_scaling(keys, theta, head_dim),
-        max_position=keys.integer("context_length"),
+        rope_scaling=scaling,
+        max_position=scaling.reach(max_position) if scaling else max_position,
         tie_word_embeddings=all(tensor.name != "output.weight" for tensor in file.tensors),
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=eos_token_ids(meta),
+        sliding_window=keys.integer("attention.sliding_window", 0),
+        qkv_bias=architecture == "qwen2",
+        head_norm=architecture == "qwen3",
     )
 
 
 def eos_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Ids that end an answer: end of sequence, of turn, of message."""
+    """Ids that end an answer: end of sequence, of turn, of message.
+
+    The format has one id of each kind; where a family's generation_config.json lists more, they are
+    known by the pre-tokenizer's tag and the tokens' names.
+    """
     keys = (f"tokenizer.ggml.{key}" for key in _EOS_KEYS)
-    return frozenset(metadata[key] for key in keys if key in metadata)
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+    literals = _EOS_LITERALS.get(metadata.get("tokenizer.ggml.pre", ""), ())
+    by_name = (tokens.index(literal) for literal in literals if literal in tokens)
+    return frozenset(metadata[key] for key in keys if key in metadata) | frozenset(by_name)
 
 
 class _Keys:
@@ -93,14 +113,16 @@ def _decimal(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _rope_scaling(keys: _Keys, theta: float, head_dim: int) -> RopeScaling | None:
+def _rope_scaling(keys: _Keys, theta: float, head_dim: int, max_position: int) -> RopeScaling | None:
     kind = keys.get("rope.scaling.type", "none")
     factor = _decimal(keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 1.0)))
-    if kind not in ("none", "linear"):
+    if kind not in ("none", "linear", "yarn"):
         raise ConfigError(
             f"{keys.file.path} has rope type {kind!r}, which is not supported; "
-            f"choose a model with one of none, linear, llama3"
+            f"choose a model with one of none, linear, llama3, yarn"
         )
+    if kind == "yarn":
+        return _yarn(keys, factor, max_position)
     factors = next((tensor for tensor in keys.file.tensors if tensor.name == ROPE_FACTORS), None)
     if factors is None:
         return None if factor in (0.0, 1.0) else RopeScaling("linear", factor)
@@ -110,6 +132,21 @@ def _rope_scaling(keys: _Keys, theta: float, head_dim: int) -> RopeScaling | Non
         )
     divisors = struct.unpack(f"<{head_dim // 2}f", keys.file.tensor_bytes(factors))
     return _llama3_scaling(keys, theta, divisors)
+
+
+def _yarn(keys: _Keys, factor: float, max_position: int) -> RopeScaling:
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if keys.get(f"rope.scaling.{key}", 1.0) != 1.0:
+            raise ConfigError(
+                f"{keys.file.path} has yarn rope scaling with its own {key}, which is not supported; "
+                f"use the Hugging Face directory of this model"
+            )
+    return RopeScaling.yarn(
+        factor,
+        keys.integer("rope.scaling.original_context_length", max_position),
+        _decimal(keys.get("rope.scaling.yarn_beta_fast", 32.0)),
+        _decimal(keys.get("rope.scaling.yarn_beta_slow", 1.0)),
+    )
 
 
 def _llama3_scaling(keys: _Keys, theta: float, divisors: tuple[float, ...]) -> RopeScaling:

@@ -95,7 +95,7 @@ class GGUFFile:
         if ggml_type not in GGML_TYPES:
             known = ", ".join(type_name for type_name, _, _ in GGML_TYPES.values())
             raise ConfigError(
-                f"{self.path}: {name} has ggml type {ggml_type}, which cannot be read; "
+                f"{self.path}: {name} has ggml type {_type_name(ggml_type)}, which cannot be read; "
                 f"choose a file with {known}"
             )
         type_name, block_numbers, block_nbytes = GGML_TYPES[ggml_type]
@@ -115,6 +115,13 @@ class GGUFFile:
     def tensor_bytes(self, tensor: TensorInfo) -> memoryview:
         """The tensor's bytes as stored (read-only, mapped, valid as long as the view lives)."""
         return memoryview(self._map)[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+def _type_name(ggml_type: int) -> str:
+    from gguf import GGMLQuantizationType  # here, not above: only for this message
+
+    names = {kind.value: kind.name for kind in GGMLQuantizationType}
+    return f"{ggml_type} ({names.get(ggml_type, 'unknown')})"
 
 
 class _Reader:

@@ -1,4 +1,4 @@
-"""Tokenizer from GGUF metadata: byte-level BPE with the pre-tokenizer that the file names."""
+"""Tokenizer from GGUF metadata: byte-level BPE as the file's pre-tokenizer tag says, or sentencepiece."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from blake3 import blake3
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
 from checkpoint.gguf_config import eos_token_ids
-from checkpoint.token_bytes import byte_level_bytes
+from checkpoint.gguf_sentencepiece import sentencepiece_from_gguf
+from checkpoint.token_bytes import byte_level_bytes, sentencepiece_bytes
 from checkpoint.tokenizer import SpecialTokens, Tokenizer
 from core.errors import ConfigError
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -51,26 +52,24 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], path: object) -> Tokenizer:
     """Build the tokenizer. Raises ConfigError for a kind or pre-tokenizer that is not supported."""
-    tag = _checked_tag(metadata, path)
+    sentencepiece = _checked_kind(metadata, path) == "llama"
+    core = sentencepiece_from_gguf(metadata, path) if sentencepiece else _byte_level_bpe(metadata, path)
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    core = tokenizers.Tokenizer(_bpe(tokens, metadata.get("tokenizer.ggml.merges", []), tag, path))
-    core.pre_tokenizer = _PRE_TOKENIZERS[tag]()
-    if tag == "qwen2":
-        core.normalizer = normalizers.NFC()
     types = metadata.get("tokenizer.ggml.token_type", [])
-    for token, kind in zip(tokens, types, strict=False):
-        if kind == _CONTROL:
+    for token, token_type in zip(tokens, types, strict=False):
+        if token_type == _CONTROL or (sentencepiece and token_type == _UNKNOWN):
             core.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == _USER_DEFINED:
+        elif token_type == _USER_DEFINED:
             core.add_tokens([AddedToken(token, special=False, normalized=False)])
-    _surround(core, metadata, tokens, tag)
+    _surround(core, metadata, tokens)
     literals = {
         name: tokens[metadata[key]]
-        for name, kind in _NAMED.items()
-        if (key := f"tokenizer.ggml.{kind}_token_id") in metadata
+        for name, role in _NAMED.items()
+        if (key := f"tokenizer.ggml.{role}_token_id") in metadata
     }
     special = SpecialTokens(metadata.get("tokenizer.ggml.bos_token_id"), eos_token_ids(metadata), literals)
-    return Tokenizer(core, byte_level_bytes, special, metadata.get("tokenizer.chat_template"))
+    to_bytes = sentencepiece_bytes if sentencepiece else byte_level_bytes
+    return Tokenizer(core, to_bytes, special, metadata.get("tokenizer.chat_template"))
 
 
 def gguf_tokenizer_digest(metadata: Mapping[str, Any]) -> str:
@@ -79,19 +78,29 @@ def gguf_tokenizer_digest(metadata: Mapping[str, Any]) -> str:
     return blake3(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _checked_tag(metadata: Mapping[str, Any], path: object) -> str:
-    kind, tag = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or "tokenizer.ggml.tokens" not in metadata:
+def _checked_kind(metadata: Mapping[str, Any], path: object) -> str:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama") or "tokenizer.ggml.tokens" not in metadata:
         raise ConfigError(
-            f"{path} has a tokenizer of kind {kind!r}, only 'gpt2' (byte-level BPE) is supported; "
-            f"use the Hugging Face directory of this model"
+            f"{path} has a tokenizer of kind {kind!r}, supported are 'gpt2' (byte-level BPE) and 'llama' "
+            f"(sentencepiece BPE); use the Hugging Face directory of this model"
         )
+    return kind
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], path: object) -> tokenizers.Tokenizer:
+    tag = metadata.get("tokenizer.ggml.pre")
     if tag not in _PRE_TOKENIZERS:
         raise ConfigError(
             f"{path} asks for pre-tokenizer {tag!r}, known are {', '.join(_PRE_TOKENIZERS)}; "
             f"use the Hugging Face directory of this model"
         )
-    return tag
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.merges", [])
+    core = tokenizers.Tokenizer(_bpe(tokens, merges, tag, path))
+    core.pre_tokenizer = _PRE_TOKENIZERS[tag]()
+    if tag == "qwen2":
+        core.normalizer = normalizers.NFC()
+    return core
 
 
 def _bpe(tokens: list[str], merges: list[str], tag: str, path: object) -> models.BPE:
@@ -107,9 +116,10 @@ def _bpe(tokens: list[str], merges: list[str], tag: str, path: object) -> models
         ) from None
 
 
-def _surround(core: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str], tag: str) -> None:
-    """Put BOS and EOS around texts where the file asks for it (Llama 3: BOS unless it says no)."""
-    defaults = {"bos": tag == "llama-bpe", "eos": False}
+def _surround(core: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Put BOS and EOS around texts where the file asks for it (Llama of any age: BOS unless it says no)."""
+    of_llama = metadata["tokenizer.ggml.model"] == "llama" or metadata["tokenizer.ggml.pre"] == "llama-bpe"
+    defaults = {"bos": of_llama, "eos": False}
     ids = {
         name: metadata[f"tokenizer.ggml.{name}_token_id"]
         for name, default in defaults.items()

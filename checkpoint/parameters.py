@@ -18,7 +18,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (q_rows, hidden),
         "self_attn.k_proj.weight": (kv_rows, hidden),
@@ -29,6 +29,17 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.qkv_bias:
+        layer |= {
+            "self_attn.q_proj.bias": (q_rows,),
+            "self_attn.k_proj.bias": (kv_rows,),
+            "self_attn.v_proj.bias": (kv_rows,),
+        }
+    if config.head_norm:
+        layer |= {
+            "self_attn.q_norm.weight": (config.head_dim,),
+            "self_attn.k_norm.weight": (config.head_dim,),
+        }
     tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for index in range(config.num_layers):
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}

@@ -29,10 +29,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one worker may take on."""
+    """What one worker may take on, in tokens, sequences and requests.
+
+    `sliding_window`: see `checkpoint.config.ModelConfig`.
+    """
 
     block_size: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int
+    sliding_window: int = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from core.errors import ConfigError
 from engine.models.llama import Llama
 
-MODELS: dict[str, type[Llama]] = {"llama": Llama}
-"""Keys are `ModelConfig.architecture`: one name for GGUF and Hugging Face checkpoints."""
+MODELS: dict[str, type[Llama]] = {"llama": Llama, "qwen2": Llama, "qwen3": Llama}
+"""Keys are `ModelConfig.architecture`: one name for GGUF and Hugging Face checkpoints (Mistral
+is llama)."""
 
 
 def model_class(architecture: str) -> type[Llama]:

@@ -30,6 +30,8 @@ _GGUF_LAYER = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -37,9 +39,9 @@ _GGUF_LAYER = {
 }
 
 
-def tiny_config(tied: bool = True) -> ModelConfig:
+def tiny_config(tied: bool = True, architecture: str = "llama") -> ModelConfig:
     return ModelConfig(
-        architecture="llama",
+        architecture=architecture,
         vocab_size=len(TOKENS),
         hidden_size=32,
         intermediate_size=64,
@@ -54,6 +56,8 @@ def tiny_config(tied: bool = True) -> ModelConfig:
         tie_word_embeddings=tied,
         bos_token_id=0,
         eos_token_ids=frozenset({1}),
+        qkv_bias=architecture == "qwen2",
+        head_norm=architecture == "qwen3",
     )
 
 
@@ -90,14 +94,15 @@ def write_hf(
     """A whole directory; `overrides` change config.json (None removes a key)."""
     path.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{config.architecture.capitalize()}ForCausalLM"],
+        "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "max_position_embeddings": config.max_position,
@@ -154,7 +159,7 @@ def write_gguf(
     config: ModelConfig,
     weights: dict[str, np.ndarray],
     *,
-    architecture: str = "llama",
+    architecture: str | None = None,
     pre: str = "gpt-2",
     tokenizer_model: str = "gpt2",
     quantize: gguf.GGMLQuantizationType | None = None,
@@ -162,7 +167,7 @@ def write_gguf(
     metadata: dict[str, int | str] | None = None,
 ) -> Path:
     """`metadata` adds uint32 and string pairs; `quantize` is for all matrices."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture or config.architecture)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)
@@ -198,6 +203,8 @@ def write_gguf(
 
 
 def _gguf_rows(name: str, array: np.ndarray, config: ModelConfig) -> np.ndarray:
+    if config.architecture != "llama":
+        return array
     if "q_proj" in name:
         return permute(array, config.num_heads)
     return permute(array, config.num_kv_heads) if "k_proj" in name else array
@@ -212,4 +219,5 @@ def gguf_name(name: str) -> str:
     if not name.startswith("model.layers."):
         return plain.get(name, name)
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_GGUF_LAYER[rest.removesuffix('.weight')]}.weight"
+    module, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_GGUF_LAYER[module]}.{kind}"

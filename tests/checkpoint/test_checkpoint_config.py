@@ -30,6 +30,10 @@ LLAMA3 = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}
+
+
 def read(**changes):
     return config_from_hf(BASE | changes, {}, ())
 
@@ -48,6 +52,12 @@ def test_defaults_are_those_of_llama():
         ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "linear:2.5/10000"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "default/1000000"),
         ({"rope_scaling": None, "rope_theta": 100000}, "default/100000"),
+        (
+            {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0},
+            "default/10000/window:512",
+        ),
+        ({"rope_scaling": YARN, "rope_theta": 1e6}, "yarn:4:32:1:32768:1.138629436/1000000"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "yarn:4:32:1:32768:1.5/10000"),
     ],
 )
 def test_rope_is_read_from_old_and_new_keys(changes, described):
@@ -57,9 +67,15 @@ def test_rope_is_read_from_old_and_new_keys(changes, described):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM"),
         ({"architectures": None, "model_type": "mamba"}, "mamba"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "'longrope'.*yarn"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' lacks 'factor'"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate = False"),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale = 0.7"),
+        ({"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "low_freq_factor"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
@@ -76,6 +92,50 @@ def test_what_is_not_supported_is_named(changes, told):
     with pytest.raises(ConfigError, match=told) as error:
         read(**changes)
     assert any(verb in error.value.message for verb in ("choose", "get", "fix"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"sliding_window": 512}, 0),
+        ({"architectures": ["MistralForCausalLM"]}, 4096),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, 512),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 0),
+        (QWEN, 0),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 2}, 0),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 28}, 0),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, 512),
+        (QWEN | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 512),
+        (QWEN | {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, 0),
+    ],
+)
+def test_the_window_is_the_one_that_transformers_would_use(changes, window):
+    assert read(num_key_value_heads=2, **changes).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    "layers", [{"max_window_layers": 1}, {"layer_types": ["full_attention", "sliding_attention"]}]
+)
+def test_a_window_on_some_layers_is_refused(layers):
+    with pytest.raises(ConfigError, match="sliding window on 1 of 2 layers"):
+        read(**QWEN, num_key_value_heads=2, use_sliding_window=True, **layers)
+
+
+def test_families_differ_by_facts_and_by_defaults():
+    """transformers' defaults for keys that a config.json does not write."""
+    config = read(architectures=["Qwen3ForCausalLM"], num_attention_heads=32)
+    assert (config.head_dim, config.num_kv_heads, config.max_position) == (128, 32, 32768)
+    assert (config.qkv_bias, config.head_norm) == (False, True)
+    config = read(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2)
+    assert (config.head_dim, config.qkv_bias, config.head_norm) == (8, True, False)
+    config = read(architectures=["MistralForCausalLM"], num_attention_heads=8)
+    assert (config.architecture, config.num_kv_heads, config.max_position) == ("llama", 8, 131072)
+
+
+def test_yarn_that_was_added_to_a_config_reaches_beyond_its_trained_context():
+    config = read(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, rope_scaling=YARN)
+    assert config.max_position == 131072
+    assert read(max_position_embeddings=200000, rope_scaling=YARN).max_position == 200000
 
 
 def test_scaling_is_a_value():

@@ -22,9 +22,11 @@ def as_arrays(checkpoint) -> dict[str, np.ndarray]:
     return {t.name: np.frombuffer(t.data, dtype=np.float32).reshape(t.shape) for t in checkpoint.tensors()}
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_gguf_and_safetensors_of_one_model_are_the_same_tensors(tmp_path, tied):
-    config = tiny_config(tied)
+def test_gguf_and_safetensors_of_one_model_are_the_same_tensors(tmp_path, tied, architecture):
+    """Only llama's q and k are permuted in GGUF."""
+    config = tiny_config(tied, architecture)
     weights = random_weights(config)
     from_hf = open_checkpoint(str(write_hf(tmp_path / "hf", config, weights)))
     from_gguf = open_checkpoint(str(write_gguf(tmp_path / "m.gguf", config, weights)))
@@ -112,11 +114,16 @@ def test_what_is_not_a_gguf_file_is_refused(tmp_path, head, told):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"architecture": "qwen2"}, "architecture 'qwen2'"),
+        ({"architecture": "gemma3"}, "architecture 'gemma3'"),
         ({"metadata": {"split.count": 2}}, "merge the parts"),
         ({"metadata": {"llama.expert_count": 8}}, "expert_count"),
         ({"metadata": {"llama.rope.dimension_count": 4}}, "rope.dimension_count"),
-        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "rope type 'yarn'"),
+        ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "rope type 'longrope'"),
+        (
+            {"metadata": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_attn_factor": 2}},
+            "its own yarn_attn_factor",
+        ),
+        ({"metadata": {"llama.attention.sliding_window_pattern": 6}}, "sliding_window_pattern"),
         ({"rope_factors": np.linspace(1, 5, 4)}, "llama3 scaling"),
     ],
 )
@@ -124,6 +131,28 @@ def test_models_that_would_talk_nonsense_are_refused(tmp_path, options, told):
     config = tiny_config()
     path = write_gguf(tmp_path / "m.gguf", config, random_weights(config), **options)
     with pytest.raises(ConfigError, match=told):
+        open_checkpoint(str(path))
+
+
+def test_a_window_is_read_for_llama_and_refused_for_qwen(tmp_path):
+    """Mistral's files say llama; which layers of a Qwen have a window, no file says."""
+    config = tiny_config()
+    metadata = {"llama.attention.sliding_window": 24}
+    path = write_gguf(tmp_path / "m.gguf", config, random_weights(config), metadata=metadata)
+    assert open_checkpoint(str(path)).config == replace(config, sliding_window=24)
+    config = tiny_config(architecture="qwen2")
+    metadata = {"qwen2.attention.sliding_window": 24}
+    path = write_gguf(tmp_path / "q.gguf", config, random_weights(config), metadata=metadata)
+    with pytest.raises(ConfigError, match=r"qwen2\.attention\.sliding_window"):
+        open_checkpoint(str(path))
+
+
+def test_a_type_that_cannot_be_read_is_named(tmp_path):
+    config = tiny_config()
+    weights = random_weights(config)
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.int32)
+    path = write_gguf(tmp_path / "m.gguf", config, weights)
+    with pytest.raises(ConfigError, match=r"output_norm\.weight has ggml type 26 \(I32\).*Q4_K"):
         open_checkpoint(str(path))
 
 

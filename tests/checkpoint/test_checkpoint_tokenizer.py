@@ -81,7 +81,7 @@ def test_the_pre_tokenizer_tag_is_honoured(tmp_path, tag, pieces):
     ("options", "told"),
     [
         ({"pre": "tekken"}, "'tekken'.*smollm"),
-        ({"tokenizer_model": "llama"}, "'llama'.*Hugging Face directory"),
+        ({"tokenizer_model": "t5"}, "'t5'.*Hugging Face directory"),
     ],
 )
 def test_an_unknown_tokenizer_is_refused(tmp_path, options, told):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 
 import pytest
 
@@ -12,23 +13,34 @@ from engine.kernels.native import NativeKernels
 from engine.kernels.native_build import BuildFailed
 from engine.kernels.torch_kernels import TorchKernels
 
+_FOLDER = tempfile.TemporaryDirectory()
+
 
 @functools.cache
-def native_kernels() -> NativeKernels | None:
+def native_kernels(sliding_window: int = 0) -> NativeKernels | None:
     """None where there is no C compiler."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return NativeKernels(folder)
-        except BuildFailed:
-            return None
+    try:
+        return NativeKernels(_FOLDER.name, sliding_window)
+    except BuildFailed:
+        return None
 
 
 @pytest.fixture(params=["torch", "native"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels_for(request: pytest.FixtureRequest) -> Callable[[int], Kernels]:
+    """Each kernel set in turn, made for a sliding window in tokens (0: none)."""
+
+    def make(sliding_window: int) -> Kernels:
+        if request.param == "torch":
+            return TorchKernels(sliding_window)
+        return native_kernels(sliding_window) or pytest.skip("no C compiler")
+
+    return make
+
+
+@pytest.fixture
+def kernels(kernels_for: Callable[[int], Kernels]) -> Kernels:
     """Each kernel set in turn."""
-    if request.param == "torch":
-        return TorchKernels()
-    return native_kernels() or pytest.skip("no C compiler")
+    return kernels_for(0)
 
 
 @pytest.fixture
