@@ -4,10 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-slow check format proto clean install
+.PHONY: serve serve-redis test test-slow check format proto clean install
 
-serve: install          ## router + 1 prefill + 1 decode worker; ARGS="--prefill 2 --port 9000"
-	@$(BIN)/baton serve $(ARGS)
+TIERS := --host-cache-bytes=1GiB --disk-cache-dir=~/.cache/baton/kv --disk-cache-bytes=4GiB
+
+serve: install          ## router, 1 prefill and 1 decode worker, host and disk tiers; ARGS="--prefill 2 --port 9000"
+	@$(BIN)/baton serve $(TIERS) $(ARGS)
+
+serve-redis: install    ## the same and a redis-server of its own as a third tier
+	@$(BIN)/baton serve $(TIERS) --redis-url=local://1GiB $(ARGS)
 
 test: install           ## the default tests: minutes on 2 cores
 	$(BIN)/python -m pytest $(ARGS)

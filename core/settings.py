@@ -66,7 +66,10 @@ class Settings(BaseModel):
 
     # engine
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = a GPU where torch finds one")
-    deterministic: bool = Field(False, description="on a CPU, the same tokens whatever the batch is; slower")
+    deterministic: bool = Field(
+        False,
+        description="start only where a request's tokens do not depend on its batch: native CPU kernels",
+    )
     enforce_eager: bool = Field(False, description="on a GPU, run decode steps without captured graphs")
     block_size: BlockSize = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV pool, instead of bytes")
@@ -87,6 +90,9 @@ class Settings(BaseModel):
     workers_per_gpu: int = Field(
         1, ge=1, description="workers that share a GPU's memory evenly; `baton serve` counts its own"
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="processes over which one worker splits the model, by KV heads (CPU)"
+    )
     max_num_seqs: int = Field(64, ge=1, description="sequences running at once")
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="token budget of one step; without it 256 on a CPU, 2048 on a GPU"
@@ -99,7 +105,9 @@ class Settings(BaseModel):
     listen: str = Field("127.0.0.1:0", description="host:port of a worker's gRPC server; port 0 = any")
     advertise: str = Field("", description="host:port others reach it at; empty = --listen")
     probe_port: int = Field(0, ge=0, le=65535, description="HTTP port of /health /ready /metrics; 0 = any")
-    cpu_threads: int | None = Field(None, ge=1, description="compute threads; default: cores of the affinity")
+    cpu_threads: int | None = Field(
+        None, ge=1, description="compute threads, of each rank; default: its cores"
+    )
     cpu_affinity: str = Field("", description="cores such as 0,2-3; empty = all this process may use")
 
     # handoff
@@ -114,7 +122,9 @@ class Settings(BaseModel):
     host_cache_bytes: NBytes = Field(0, ge=0, description="host RAM of one worker for KV blocks; 0 = none")
     disk_cache_dir: str = Field("", description="directory of KV blocks, one worker's alone; empty = none")
     disk_cache_bytes: NBytes = Field(4 * 2**30, ge=1, description="cap on everything in disk_cache_dir")
-    redis_url: str = Field("", description="Redis for KV blocks, shared by workers; empty = none")
+    redis_url: str = Field(
+        "", description="Redis for KV blocks, shared; `baton serve` starts one for local://1GiB; empty = none"
+    )
     redis_ttl_s: float = Field(3600.0, ge=1, description="how long Redis keeps a block that nobody asks for")
     tier_order: str = Field("host,disk,redis", description="which tier is asked first")
     store_policy: Literal["write-through", "second-hit", "on-evict"] = Field(

@@ -20,6 +20,7 @@ from core.errors import ConfigError
 from core.settings import Settings
 from services import address
 from services.children import SENTENCE, Child, child_flags
+from services.local_redis import SCHEME, local_redis
 from services.summary import show_summary
 from services.worker.cpu import format_cores, parse_cores, split_cores
 from services.worker.gpu import VISIBLE, split_gpus, visible_gpus
@@ -36,7 +37,10 @@ def serve(settings: Settings) -> int:
     if settings.discovery:
         raise ConfigError("`baton serve` starts its own workers; with --discovery run `baton router`")
     open_checkpoint(settings.model)  # the common mistakes, told once and at once
-    return _Launcher(settings).run()
+    if not settings.redis_url.startswith(SCHEME):
+        return _Launcher(settings).run()
+    with local_redis(settings.redis_url) as url:
+        return _Launcher(settings.model_copy(update={"redis_url": url})).run()
 
 
 class _Launcher:
