@@ -27,16 +27,19 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import activation, block_copy, decode, norm, prefill, rope
+from core.kv import KVLayout
+from engine.kernels.triton import activation, block_copy, decode, norm, prefill, rope, sample
 
 KERNELS = {
     "rms_norm": norm.rms_norm_kernel,
+    "head_norm": norm.head_norm_kernel,
     "silu_mul": activation.silu_mul_kernel,
     "rope": rope.rope_and_store_kernel,
     "prefill": prefill.prefill_kernel,
     "decode": decode.decode_kernel,
     "reduce": decode.reduce_kernel,
     "copy": block_copy.copy_kernel,
+    "sample": sample.sample_kernel,
 }
 TARGETS = (80, 90, 100)
 SHARED_LIMIT = 99 * 1024
@@ -117,6 +120,8 @@ def launches() -> list[Launch]:
                 norm.add_rms_norm(x, x, weight, 1e-5)
         with _recording(_name(dtype), found):
             activation.silu_mul(_meta(64, 28672, dtype=dtype))
+    with _recording("fp32", found):
+        sample.sample(_meta(64, 128256, dtype=FP32), _meta(64, 5, dtype=FP32))
     with _recording("bf16", found):
         pool, block_ids = _meta(1024, 32, 8, 2, 16, 128, dtype=BF16), _meta(64, dtype=torch.int32)
         block_copy.gather_blocks(pool, block_ids, _meta(64, 32, 8, 2, 16, 128, dtype=BF16))
@@ -134,6 +139,9 @@ def _record_attention(
     variant = f"dim {head_dim} {_name(dtype)}" + (f"/{_name(kv_dtype)}" if kv_dtype != dtype else "")
     with _recording(variant + (" window" if window else ""), into):
         if not window:
+            if kv_dtype == dtype:
+                gain = _meta(head_dim, dtype=dtype)
+                norm.head_norm(qkv, gain, gain, 1e-6, KVLayout(32, 8, head_dim, 16, "bf16"))
             rope.rope_and_store(qkv, _meta(8192, 2, head_dim // 2, dtype=FP32), positions, positions, pool)
         prefill.prefill_attention(qkv, pool, out, starts, 0, 512, lens, tables, window)
         decode.decode_attention(qkv, pool, out, 64, lens, tables, window)
@@ -157,11 +165,12 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     attrs: dict[tuple[int, ...], list[list[object]]] = {}
     for index, param in enumerate(kernel.params):
         value = given.pop(param.name)
-        if param.is_constexpr or (isinstance(value, int) and value == 1):
+        specialised = not param.do_not_specialize
+        if param.is_constexpr or (specialised and isinstance(value, int) and value == 1):
             signature[param.name], constexprs[param.name] = "constexpr", value
             continue
         signature[param.name] = _type_of(value)
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (specialised and isinstance(value, int) and value % 16 == 0):
             attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attrs)
     options = {"num_warps": 4, **given}

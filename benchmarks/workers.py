@@ -23,11 +23,14 @@ from wire.v1 import generation_pb2 as pb
 from wire.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 
-def start_workers(stack: ExitStack, roles: Sequence[str], settings: Settings) -> list[Child]:
-    """One worker per role, each on its own share of the cores; ended with the stack."""
+def start_workers(
+    stack: ExitStack, roles: Sequence[str], settings: Settings, cores: Sequence[int] = ()
+) -> list[Child]:
+    """One worker per role, each on its own share of `cores`, without them of all that this process may use;
+    ended with the stack."""
     children = []
-    cores = split_cores(sorted(os.sched_getaffinity(0)), len(roles))
-    for i, (role, share) in enumerate(zip(roles, cores, strict=True)):
+    shares = split_cores(sorted(cores or os.sched_getaffinity(0)), len(roles))
+    for i, (role, share) in enumerate(zip(roles, shares, strict=True)):
         port, probe_port = free_port("127.0.0.1"), free_port("127.0.0.1")
         flags = child_flags(
             settings,

@@ -10,7 +10,7 @@ BatonError
 │   └── Unauthorized             401
 ├── Overloaded               429, come back after `retry_after_s`; busy is not broken
 ├── Unavailable              503, nobody can answer this now
-├── WorkerLost               a worker died, hung or was cut off while it held the request
+├── WorkerLost               a worker, or a rank of it, died, hung or was cut off while it held the request
 ├── EngineFault              the engine raised in a step; the request that it hit is over
 └── SourceFailed             a block source did not deliver: always a miss, never shown to a client
     ├── LeaseLost                lease ended, expired or has another epoch

@@ -14,7 +14,7 @@ LAYOUT_VERSION = 1
 PROTOCOL_VERSION = 1
 """Version of the gRPC contract between workers."""
 
-DTYPE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 BLOCK_SIZES = (8, 16, 32, 64)
 
 
@@ -59,6 +59,7 @@ class KVLayout:
 class Fingerprint:
     """What two workers must have in common before one may read the other's blocks.
 
+    The geometry is that of the whole model: how many tensor-parallel ranks it is split over may differ.
     Digests are hex. `namespace` covers the fields that decide the KV bytes themselves, so it is
     also the root of block identity; the rest decides whether a pair can work together.
     """

@@ -54,6 +54,8 @@ class Batch:
     """int64 [T]: block id * block_size + offset, where the row's K and V are written"""
     q_starts: tuple[int, ...]
     """S + 1 row numbers"""
+    row_starts: torch.Tensor
+    """int32 [S + 1]: `q_starts` for kernels"""
     kv_lens: torch.Tensor
     """int32 [S]: tokens of the sequence after this step"""
     block_tables: torch.Tensor
@@ -89,13 +91,15 @@ class Batch:
         in_chunk = np.arange(ends[-1]) - np.repeat(ends - lens, lens)
         positions = starts[seq_of_row] + in_chunk
         blocks = tables[seq_of_row, positions // block_size].astype(np.int64)
+        q_starts = (0, *ends.tolist())
         return cls(
             token_ids=torch.from_numpy(
                 np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in ordered])
             ),
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(blocks * block_size + positions % block_size),
-            q_starts=(0, *ends.tolist()),
+            q_starts=q_starts,
+            row_starts=torch.tensor(q_starts, dtype=torch.int32),
             kv_lens=torch.from_numpy(kv_lens.astype(np.int32)),
             block_tables=torch.from_numpy(tables),
             logits_rows=torch.from_numpy(_logits_rows(chunks, order, ends - lens)),

@@ -10,7 +10,7 @@ import torch
 
 from core import faults, log
 from core.clock import Clock, monotonic
-from core.errors import BatonError, EngineFault, InvalidParameter
+from core.errors import BatonError, EngineFault, InvalidParameter, WorkerLost
 from core.request import FinishReason, Gathered, TokenDelta, TokenLogprob
 from engine import sampler
 from engine.batch import Batch
@@ -100,7 +100,7 @@ class Engine:
         """Run one step; False when there was nothing to compute.
 
         A model or sampler that raises ends the step's requests only; everything else is raised, also what
-        the accelerator reports: its context is lost, every later step would fail.
+        the accelerator reports and the loss of a rank: every later step would fail.
         """
         plan = self.scheduler.schedule()
         if plan.events:
@@ -111,7 +111,7 @@ class Engine:
         try:
             logits = self._run(plan)
             events = self._advance(plan, logits)
-        except torch.AcceleratorError:
+        except (torch.AcceleratorError, WorkerLost):
             raise
         except Exception as error:
             events = self._fail(plan, error)

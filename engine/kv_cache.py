@@ -12,20 +12,26 @@ import torch
 
 from core.errors import ConfigError
 from core.kv import KVLayout
-from engine.models.dtype import TORCH_DTYPES
+from engine.models.dtype import KV_DTYPES
 
 
 class KVCache:
-    """The pool of one worker, over `buffer` (shared memory that peers may read) or freshly allocated.
+    """The pool of one worker, over `buffer` (shared memory that peers may read) or new on `device`.
 
     Every page is written once here, so that no step pays for page faults and no slot starts as NaN.
     Raises ConfigError when `buffer` is smaller than `num_blocks` blocks or memory runs out.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, buffer: memoryview | None = None) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        buffer: memoryview | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        dtype = TORCH_DTYPES[layout.kv_dtype]
+        dtype = KV_DTYPES[layout.kv_dtype]
         shape = (
             num_blocks,
             layout.num_layers,
@@ -34,8 +40,10 @@ class KVCache:
             layout.block_size,
             layout.head_dim,
         )
-        self.pool = _over(buffer, shape, dtype) if buffer is not None else _allocate(shape, dtype)
-        self.pool.zero_()
+        self.pool = _over(buffer, shape, dtype) if buffer is not None else _allocate(shape, dtype, device)
+        self.raw = self.pool.view(torch.uint8).view(num_blocks, layout.block_nbytes)
+        """uint8 [num_blocks, block_nbytes]: the same memory as what is moved and stored."""
+        self.raw.zero_()
         self.rows = self.pool.view(-1, layout.block_size * layout.head_dim)
         """[num_blocks * num_layers * num_kv_heads * 2, block_size * head_dim], see `row_index`."""
 
@@ -62,9 +70,9 @@ class KVCache:
         self.pool[dst].copy_(self.pool[src])
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     try:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
         raise ConfigError(
             f"no memory for a KV pool of {shape[0]} blocks; lower kv_cache_memory_bytes or num_blocks"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from core import log
 from core.clock import Clock, monotonic
-from core.errors import EngineFault
+from core.errors import EngineFault, WorkerLost
 from engine.engine import Engine
 from engine.messages import Add, AddPrefill, Command, EngineStats
 
@@ -87,7 +87,8 @@ class EngineLoop:
                 self._changed()
 
     def _give_up(self, error: Exception) -> None:
-        fault = EngineFault(f"the engine of this worker broke ({type(error).__name__}); try again")
+        broke = EngineFault(f"the engine of this worker broke ({type(error).__name__}); try again")
+        fault = error if isinstance(error, WorkerLost) else broke
         try:
             self._engine.fail_all(fault, self._not_taken_up())
         finally:

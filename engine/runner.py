@@ -2,40 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
 import torch
 
+from core.errors import WorkerLost
 from engine.batch import Batch, Chunk
+from engine.cuda_graphs import DecodeGraphs
 from engine.kv_cache import KVCache
 from engine.models.llama import Llama
+from engine.upload import upload
 
 
 class ModelRunner:
-    """Not thread-safe: steps of one pool follow one another."""
+    """Not thread-safe: steps of one pool follow one another. `graphs` takes the decode steps it fits."""
 
-    def __init__(self, model: Llama, cache: KVCache) -> None:
+    def __init__(self, model: Llama, cache: KVCache, graphs: DecodeGraphs | None = None) -> None:
         self.model = model
         self.cache = cache
+        self.device = cache.pool.device
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
-        """fp32 logits [R, vocab] in chunk order; K and V of every token are in the pool afterwards."""
-        return self.model.forward(batch, self.cache)
+        """fp32 logits [R, vocab] in chunk order, valid until the next call, on the pool's device.
+
+        K and V of every token are in the pool once they are read, or at once when there are none.
+        """
+        logits = self._graphs.run(batch) if self._graphs else None
+        if logits is None:
+            logits = self.model.forward(upload(batch, self.device), self.cache)
+        if self.device.type == "cuda" and not len(logits):
+            # Nobody waits for these results, but blocks are announced next; and a fault belongs to its step.
+            torch.cuda.current_stream().synchronize()
+        return logits
+
+    def run_chunks(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """`run` of the batch that these chunks make."""
+        return self.run(Batch.build(chunks, self.cache.layout.block_size))
 
     @torch.inference_mode()
     def copy_block(self, src: int, dst: int) -> None:
         """Copy one whole block inside the pool."""
         self.cache.copy_block(src, dst)
 
-    def warm_up(self, num_tokens: int = 64) -> None:
-        """Touch every weight and code path once. Call before the pool is in use: it writes the first blocks.
+    @torch.inference_mode()
+    def warm_up(self, steps: Iterable[Sequence[Chunk]]) -> None:
+        """Run each step once and capture the graphs, so that no request pays for what happens once: page
+        faults of mapped weights, set-up inside libraries, compilation.
 
-        Runs a chunk of up to `num_tokens` tokens, then a decode, so that the first request pays
-        neither for page faults of mapped weights nor for one-time set-up inside the libraries.
+        `steps`: see `engine.profile`; call before the pool is in use. Block 0 is zeros afterwards.
         """
-        layout, positions = self.cache.layout, self.model.num_positions
-        num_tokens = min(num_tokens, self.cache.num_blocks * layout.block_size - 1, positions - 1)
-        table = range(self.cache.num_blocks)
-        prompt = Chunk([0] * num_tokens, 0, table, num_tokens - 1)
-        for chunk in (prompt, Chunk([0], num_tokens, table, 0)):
-            self.run(Batch.build([chunk], layout.block_size))
-        self.cache.pool[: -(-(num_tokens + 1) // layout.block_size)] = 0
+        for chunks in steps:
+            self.run_chunks(chunks)
+        if self._graphs:
+            self._graphs.capture(self.cache.layout.block_size)
+        self.cache.raw[0] = 0
+
+
+class Followers(Protocol):
+    """The other ranks of a tensor-parallel worker: they do what they are told, in that order, unheard.
+
+    Every call raises WorkerLost when a rank takes nothing any more.
+    """
+
+    def run(self, batch: Batch) -> None:
+        """Begin the same step; the model's group joins the ranks within it."""
+        ...
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """`ModelRunner.copy_block` of the rank's own pool."""
+        ...
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner. WorkerLost from it is the end: some rank may have done a part of the step."""
+
+    def __init__(self, model: Llama, cache: KVCache, followers: Followers) -> None:
+        super().__init__(model, cache)
+        self._followers = followers
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        self._followers.run(batch)
+        try:
+            return super().run(batch)
+        except WorkerLost:
+            raise
+        except Exception as error:
+            raise WorkerLost(
+                f"rank 0 failed in a step that other ranks began ({type(error).__name__}); try again"
+            ) from error
+
+    def copy_block(self, src: int, dst: int) -> None:
+        self._followers.copy_block(src, dst)
+        super().copy_block(src, dst)

@@ -13,10 +13,8 @@ KV gives prompts away, so nobody but the owner may read it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +22,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from kvtransfer.payload import HEADER_NBYTES, check, encode_header
+from kvtransfer.disk_walk import lock, walk
+from kvtransfer.payload import HEADER_NBYTES, check, check_named, encode_header, read_header
 
 ALIGNMENT = 4096
 """Of file offsets, lengths and memory under O_DIRECT; enough for every logical block size in use."""
@@ -35,10 +34,6 @@ DIRECTORY_NBYTES = 4096
 KEEP_FREE_NBYTES = 2**30
 KEEP_FREE_SHARE = 0.05
 """The smaller of the two is left free on the file system: a full disk hurts more than a miss."""
-
-_NAMESPACE = re.compile(r"[0-9a-f]{16}")
-_FAN = re.compile(r"[0-9a-f]{2}")
-_FILE = re.compile(r"[0-9a-f]{64}\.kv(\.tmp)?")
 
 
 @dataclass
@@ -220,15 +215,8 @@ class BlockFiles:
         return self._staging.view
 
     def _lock(self) -> None:
-        """A lock that ends with the process, so a worker finds its directory free after kill -9."""
         self.close()
-        fd = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            raise
-        self._lock_fd = fd
+        self._lock_fd = lock(self.directory)
 
     def _accepts_direct(self) -> bool:
         probe = self.directory / ".probe"
@@ -251,7 +239,7 @@ class BlockFiles:
     def _scan(self) -> Scan:
         found = Scan(directories={"."})
         dated: list[tuple[int, str, int]] = []
-        for path, entry in self._walk(found.directories):
+        for path, entry in walk(self.directory, found.directories):
             try:
                 stat = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
@@ -263,17 +251,6 @@ class BlockFiles:
                 dated.append((stat.st_mtime_ns, path, stat.st_size))
         found.files = [(path, nbytes) for _, path, nbytes in sorted(dated)]
         return found
-
-    def _walk(self, directories: set[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Files with names of ours, in all namespaces; what else lies there is left alone."""
-        for namespace in _subdirectories(self.directory, _NAMESPACE):
-            directories.add(namespace)
-            for fan in _subdirectories(self.directory / namespace, _FAN):
-                directories.add(f"{namespace}/{fan}")
-                with os.scandir(self.directory / namespace / fan) as entries:
-                    for entry in entries:
-                        if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                            yield f"{namespace}/{fan}/{entry.name}", entry
 
     @contextmanager
     def _temporary(self, target: Path) -> Iterator[tuple[str, int]]:
@@ -299,13 +276,26 @@ class BlockFiles:
                 os.mkdir(directory, 0o700)
 
 
-def _subdirectories(parent: Path, pattern: re.Pattern[str]) -> list[str]:
-    with os.scandir(parent) as entries:
-        return [e.name for e in entries if pattern.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-
-
 def _write_all(fd: int, view: memoryview) -> None:
     """A full disk may first show as a short write."""
     offset = 0
     while offset < len(view):
         offset += os.pwritev(fd, [view[offset:]], offset)
+
+
+def damage(directory: Path, path: str) -> str | None:
+    """What is wrong with a file of whichever namespace, `path` as `walk` gives it; None when it is whole.
+
+    Reads all of it. Raises OSError.
+    """
+    if path.endswith(".tmp"):
+        return "incomplete"
+    namespace, _, name = path.split("/")
+    data = memoryview((directory / path).read_bytes())
+    header = data[:HEADER_NBYTES]
+    said = read_header(header)
+    nbytes = said.payload_nbytes if said else 0
+    if said and len(data) != ALIGNMENT + -(-nbytes // ALIGNMENT) * ALIGNMENT:
+        return "length"
+    block_hash = bytes.fromhex(PurePosixPath(name).stem)
+    return check_named(header, bytes.fromhex(namespace), block_hash, data[ALIGNMENT : ALIGNMENT + nbytes])

@@ -73,6 +73,14 @@ def check(header: Buffer, namespace: bytes, block_hash: bytes, payload: Buffer) 
     return None if said.payload_checksum == checksum(payload) else "checksum"
 
 
+def check_named(header: Buffer, namespace_prefix: bytes, block_hash: bytes, payload: Buffer) -> str | None:
+    """As `check`, for whoever knows the namespace only by its first bytes, as names of files and keys do."""
+    said = read_header(header)
+    if said is not None and not said.namespace.startswith(namespace_prefix):
+        return "namespace"
+    return check(header, said.namespace if said else b"", block_hash, payload)
+
+
 def _damage(header: Buffer) -> str | None:
     """Why this is not an intact header of this format. The version stands before what it governs."""
     if len(header) < HEADER_NBYTES or header[:8] != MAGIC:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,9 @@ SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 
 FAULTS = (RedisError, RedisClusterException, OSError)
 """No answer, or not one that Redis gives: refused, timed out, lost, wrong password, no Redis at all."""
+
+SCAN_COUNT = 1000
+"""Slots of its table that a server looks at for one answer, well under a millisecond."""
 
 Command = tuple[str | bytes, ...]
 
@@ -45,6 +48,7 @@ class RedisClient:
                 self._client = RedisCluster.from_url(cluster_url, retry=retry)
             else:
                 self._client = Redis.from_url(url, retry=retry)
+            self.is_cluster = isinstance(self._client, RedisCluster)
         except (ValueError, TypeError, RedisError, RedisClusterException) as error:
             raise ConfigError(f"the Redis URL cannot be used: {error}") from None
 
@@ -62,6 +66,18 @@ class RedisClient:
             if isinstance(reply, FAULTS) and not isinstance(reply, ResponseError):
                 raise reply
         return replies
+
+    async def keys(self, prefix: str, timeout_s: float) -> AsyncIterator[bytes]:
+        """All keys that begin so, by SCAN and on every node; one may come twice. Raises as `run` does, after
+        `timeout_s` without an answer."""
+        found = self._client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    key = await anext(found)
+            except StopAsyncIteration:
+                return
+            yield key
 
     async def close(self, timeout_s: float) -> None:
         """Idempotent."""

@@ -110,6 +110,15 @@ class Region:
             os.close(ours)
         return cls(mapping, num_blocks, block_nbytes, incarnation, pid, fd, owned=False)
 
+    @classmethod
+    def adopt(cls, fd: int, num_blocks: int, block_nbytes: int) -> Region:
+        """Map for writing what another process of this worker created. The descriptor is closed."""
+        try:
+            mapping = mmap.mmap(fd, PAGE_NBYTES + num_blocks * block_nbytes)
+        finally:
+            os.close(fd)
+        return cls(mapping, num_blocks, block_nbytes, "", os.getpid(), -1, owned=False)
+
     @property
     def data(self) -> memoryview:
         """All blocks, `num_blocks * block_nbytes` bytes; read-only in a peer's region."""

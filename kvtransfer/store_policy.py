@@ -34,15 +34,16 @@ class Admission:
         self._limit = limit
         self._uses: OrderedDict[bytes, int] = OrderedDict()
 
-    def used(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """One use more of each; those to store now, once each, in order."""
+    def used(self, hashes: Sequence[bytes], computed: bool = False) -> list[bytes]:
+        """One use more of each; those to store now, in order: each one once, and again when it was
+        `computed` since no tier had it, so that what a tier lost or found damaged gets there anew."""
         if self._threshold is None:
             return []
         due = []
         for block_hash in hashes:
             uses = self._uses.pop(block_hash, 0) + 1
             self._uses[block_hash] = min(uses, self._threshold + 1)
-            if uses == self._threshold:
+            if uses == self._threshold or (computed and uses > self._threshold):
                 due.append(block_hash)
         while len(self._uses) > self._limit:
             self._uses.popitem(last=False)

@@ -39,10 +39,12 @@ class Stores:
         self._flush_due = False
         host.on_evict = self._evicted
 
-    def used(self, hashes: Sequence[bytes], came_from: Tier | None = None) -> None:
+    def used(
+        self, hashes: Sequence[bytes], came_from: Tier | None = None, computed: bool = False
+    ) -> None:
         """One use more of each block, and of the host tier's room; `came_from` holds them already."""
         with self._lock:
-            due = self._admission.used(hashes)
+            due = self._admission.used(hashes, computed)
         wanted = [writer for writer in self.writers if writer.tier is not came_from]
         for block_hash in due:
             taken = [writer.offer(block_hash) for writer in wanted]

@@ -133,7 +133,7 @@ class TierStack:
         """
         if self._closed or not self.host.put(block_hash, payload):
             return False
-        self._stores.used((block_hash,))
+        self._stores.used((block_hash,), computed=True)
         return True
 
     def touch(self, hashes: Sequence[bytes]) -> None:

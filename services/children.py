@@ -55,8 +55,16 @@ class Child:
     for whoever reports its end.
     """
 
-    def __init__(self, name: str, arguments: list[str], probe_url: str, address: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        probe_url: str,
+        address: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name, self.address = name, address
+        self._environment = dict(environment or {})
         self.given_up = self.ready = False
         self.last_words = ""
         self.body: dict[str, object] = {}
@@ -79,7 +87,9 @@ class Child:
             text=True,
             errors="replace",
             start_new_session=True,
-            env=child_environment(os.environ, api_key) | {orphan.PARENT: str(os.getpid())},
+            env=child_environment(os.environ, api_key)
+            | self._environment
+            | {orphan.PARENT: str(os.getpid())},
         )
         self._forwarder = threading.Thread(target=self._forward, args=(self._process,), daemon=True)
         self._forwarder.start()

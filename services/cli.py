@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
 from services import orphan
@@ -30,23 +30,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _prepare(argv: Sequence[str] | None) -> tuple[str, Settings, dict[str, Origin]]:
-    """The command and its settings; logs and metrics are set up."""
+def _prepare(argv: Sequence[str] | None) -> tuple[str, Settings, dict[str, Origin], dict[str, Any]]:
+    """The command, its settings and what it takes beside settings; logs and metrics are set up."""
     from prometheus_client import disable_created_metrics
 
     from core import log
     from core.settings import load
-    from services.flags import parse
+    from services.flags import NOT_SETTINGS, parse
 
     arguments = parse(argv)
     command, config = arguments.pop("command"), arguments.pop("config")
+    options = {name: arguments.pop(name) for name in NOT_SETTINGS if name in arguments}
     settings, origins = load(arguments, os.environ, config)
     log.configure(settings.log_level, settings.log_format, process=command)
     disable_created_metrics()  # a series beside each counter and histogram that nobody reads
-    return command, settings, origins
+    return command, settings, origins, options
 
 
-def _run(command: str, settings: Settings, origins: dict[str, Origin]) -> int:
+def _run(command: str, settings: Settings, origins: dict[str, Origin], options: dict[str, Any]) -> int:
     match command:
         case "serve":
             from services.launch import serve
@@ -57,11 +58,20 @@ def _run(command: str, settings: Settings, origins: dict[str, Origin]) -> int:
 
             return run_router(settings)
         case "prefill" | "decode":
+            from services.worker import cpu
+
+            place = cpu.confine(
+                settings
+            )  # before the imports that load torch: OpenMP reads its settings then
             from services.decode.service import attach as attach_decode
             from services.prefill.service import attach as attach_prefill
             from services.worker.process import run as run_worker
 
-            return run_worker(settings, command, (attach_prefill, attach_decode))
+            return run_worker(settings, command, (attach_prefill, attach_decode), *place)
+        case "cache":
+            from services.cache import run as run_cache
+
+            return run_cache(settings, **options)
         case "config":
             for name, origin in sorted(origins.items()):
                 shown = "***" if name == "api_key" and origin.value else origin.value

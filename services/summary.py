@@ -22,15 +22,17 @@ def show_summary(settings: Settings, url: str, workers: list[Child]) -> None:
     for column in (
         "worker",
         "pid",
-        "cores",
+        "on",
         "dtype",
         "weights",
-        "other memory",
+        "activations",
+        "other",
         "KV pool",
-        "KV blocks",
-        "KV tokens",
+        "blocks",
+        "tokens",
+        "at max length",
     ):
-        table.add_column(column, justify="left" if column in ("worker", "dtype", "cores") else "right")
+        table.add_column(column, justify="left" if column in ("worker", "dtype", "on") else "right")
     reason = ""
     for worker in workers:
         body = worker.probe()
@@ -39,17 +41,29 @@ def show_summary(settings: Settings, url: str, workers: list[Child]) -> None:
             table.add_row(worker.name, str(worker.pid), "", "not ready")
             continue
         kv_bytes = parts["bytes_per_token"]
-        reason = f"dtype {parts['dtype']}: {parts['dtype_reason']}; {kv_bytes} bytes of KV per token"
+        reason = (
+            f"dtype {parts['dtype']}: {parts['dtype_reason']}; {kv_bytes} bytes of KV per token; "
+            f"at max length: how many sequences of {parts['max_model_len']:,} tokens the pool holds"
+        )
+        place = parts["device"]
+        if place == "cpu":
+            place = ",".join(map(str, cast(list[int], body["cores"])))
+        if parts["tensor_parallel_size"] > 1:
+            place += f" (TP {parts['tensor_parallel_size']})"
         table.add_row(
             worker.name,
             str(worker.pid),
-            ",".join(map(str, cast(list[int], body["cores"]))),
-            parts["dtype"],
+            place,
+            parts["dtype"]
+            if parts["quantization"] == "none"
+            else f"{parts['dtype']}, {parts['quantization']}",
             f"{parts['weights_nbytes'] / MIB:.0f} MiB",
+            f"{parts['activations_nbytes'] / MIB:.0f} MiB",
             f"{parts['other_nbytes'] / MIB:.0f} MiB",
             f"{parts['kv_nbytes'] / MIB:.0f} MiB",
             f"{parts['num_blocks']} x {settings.block_size}",
             f"{parts['num_tokens']:,}",
+            f"{parts['concurrency']:.1f}",
         )
     console.print(table)
     if reason:

@@ -17,7 +17,11 @@ from engine.kv_cache import KVCache
 
 
 class Kernels(Protocol):
-    """Called under `torch.inference_mode`, from one thread at a time."""
+    """Called under `torch.inference_mode`, from one thread at a time.
+
+    A matrix named `weight` is what `load_weights` gave: a tensor, or in a set that runs on CPUs also an
+    `engine.kernels.int8.QuantizedWeight`.
+    """
 
     name: str
 
@@ -25,11 +29,15 @@ class Kernels(Protocol):
         """Work out once per step what `attention` needs in every layer; passed back to it as is."""
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, weight: Any) -> torch.Tensor:
+        """Rows `token_ids` of weight [vocab, hidden] in the compute dtype, [T, hidden]."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] times weight [out, in] transposed, plus bias [out], in x's dtype."""
         ...
 
-    def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         """Like `linear`, but fp32 out."""
         ...
 

@@ -1,6 +1,7 @@
 """Plain torch twins of every kernel: slow, short, in fp32; what all kernel sets are tested against.
 
-Each takes and gives the same tensors as its method of `engine.kernels.interface.Kernels`.
+Each takes and gives the same tensors as its method of `engine.kernels.interface.Kernels`; `sample` those of
+the sampler's kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -59,22 +60,66 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: KVCache, lay
         cache.values(layer)[block, :, offset] = v[row].to(cache.pool.dtype)
 
 
-def attention(q: torch.Tensor, batch: Batch, cache: KVCache, layer: int) -> torch.Tensor:
-    """Row by row over the paged history: q [T, heads, head_dim] -> the same shape and dtype."""
+def attention(q: torch.Tensor, batch: Batch, cache: KVCache, layer: int, window: int = 0) -> torch.Tensor:
+    """Row by row over the paged history: q [T, heads, head_dim] -> the same shape and dtype.
+
+    `window` > 0: a token sees itself and the window - 1 tokens before it; blocks before these are not read.
+    """
     group = q.shape[1] // cache.layout.num_kv_heads
     out = torch.empty_like(q)
     for seq, (first, end) in enumerate(zip(batch.q_starts, batch.q_starts[1:], strict=False)):
         for row in range(first, end):
-            num_visible = int(batch.positions[row]) + 1
-            k = _history(cache.keys(layer), batch.block_tables[seq], num_visible)
-            v = _history(cache.values(layer), batch.block_tables[seq], num_visible)
+            end_token = int(batch.positions[row]) + 1
+            first_token = max(0, end_token - window) if window else 0
+            k = _history(cache.keys(layer), batch.block_tables[seq], first_token, end_token)
+            v = _history(cache.values(layer), batch.block_tables[seq], first_token, end_token)
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             scores = torch.einsum("hd,htd->ht", q[row].float(), k) * q.shape[-1] ** -0.5
             out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), v).to(q.dtype)
     return out
 
 
-def _history(pool: torch.Tensor, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """fp32 [kv heads, num_tokens, head_dim] from a view [num_blocks, kv heads, block_size, head_dim]."""
-    blocks = pool[table.long()].transpose(0, 1)
-    return blocks.reshape(pool.shape[1], -1, pool.shape[3])[:, :num_tokens].float()
+def _history(pool: torch.Tensor, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """fp32 [kv heads, end - first, head_dim] from a view [num_blocks, kv heads, block_size, head_dim]."""
+    first_block = first // pool.shape[2]
+    blocks = pool[table[first_block : -(-end // pool.shape[2])].long()].transpose(0, 1)
+    skipped = first_block * pool.shape[2]
+    return blocks.reshape(pool.shape[1], -1, pool.shape[3])[:, first - skipped : end - skipped].float()
+
+
+NUM_SAMPLE_PARAMS = 5
+"""Per row: temperature, top-k, top-p, min-p and the uniform number to draw with."""
+
+
+def sample(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+    """Token ids int32 [n] from fp32 logits [n, vocab]; params fp32 [n, NUM_SAMPLE_PARAMS].
+
+    Temperature 0 takes the largest logit, the first of equals. Else filters keep, in this order: the top_k
+    largest (0: all); of these the fewest largest that hold top_p of their probability; of these what has at
+    least min_p times the largest probability. Tokens tied with the last kept one are kept too. The draw is
+    the first kept token, in the order of ids, up to which more than `uniform` of what is kept lies.
+    """
+    return torch.tensor(
+        [_sample_row(row, *values) for row, values in zip(logits.float(), params.tolist(), strict=True)],
+        dtype=torch.int32,
+    )
+
+
+def _sample_row(
+    logits: torch.Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float
+) -> int:
+    if temperature == 0.0:
+        return int(logits.argmax())
+    weights = ((logits - logits.max()) / temperature).exp().double()
+    kept = torch.ones_like(weights, dtype=torch.bool)
+    if 0 < top_k < len(logits):
+        kept &= logits >= logits.topk(int(top_k)).values[-1]
+    if top_p < 1.0:
+        order = (weights * kept).argsort(descending=True)
+        cumulative = weights[order].mul(kept[order]).cumsum(0)
+        enough = int(torch.searchsorted(cumulative, top_p * cumulative[-1]))
+        kept &= logits >= logits[order[min(enough, len(order) - 1)]]
+    kept &= (weights >= min_p) & (weights > 0)
+    cumulative = (weights * kept).cumsum(0)
+    at = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+    return at if at < len(logits) else int(kept.nonzero()[-1])

@@ -12,6 +12,9 @@ from core.errors import ConfigError
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The names of settings, checkpoints and KV layouts, and what torch calls them."""
 
+KV_DTYPES = TORCH_DTYPES | {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""The same for what a KV pool may hold."""
+
 BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -29,7 +32,7 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def resolve_dtype(setting: str) -> tuple[str, str]:
+def resolve_dtype(setting: str, device_type: str = "cpu") -> tuple[str, str]:
     """The compute dtype for `auto`, `fp32`, `bf16` or `fp16`, and the reason as a phrase for the log.
 
     `auto` is bf16 on CUDA and on CPUs with bf16 instructions, else fp32. Measured on one AVX512-BF16
@@ -39,7 +42,7 @@ def resolve_dtype(setting: str) -> tuple[str, str]:
     """
     if setting not in ("auto", *TORCH_DTYPES):
         raise ConfigError(f"dtype {setting!r} is not known; choose auto, {', '.join(TORCH_DTYPES)}")
-    cuda = torch.cuda.is_available()
+    cuda = device_type == "cuda"
     if setting == "fp16" and not cuda:
         raise ConfigError("dtype fp16 is not supported on a CPU; use bf16 or fp32")
     if setting != "auto":
@@ -50,3 +53,12 @@ def resolve_dtype(setting: str) -> tuple[str, str]:
     if native:
         return "bf16", f"auto: the CPU has bf16 instructions ({', '.join(native)})"
     return "fp32", "auto: the CPU has no bf16 instructions, so fp32 is faster"
+
+
+def check_quantization(setting: str, device_type: str = "cpu") -> None:
+    """Raises ConfigError for `int8` on a device that has no int8 kernels."""
+    if setting != "none" and device_type != "cpu":
+        raise ConfigError(
+            f"--quantization {setting} is for CPU workers, this one runs on {device_type}; "
+            "leave it out here (prefill and decode workers may choose differently)"
+        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import psutil
 import torch
@@ -18,25 +19,31 @@ from core.errors import ConfigError
 from core.kv import Fingerprint, KVLayout
 from core.settings import Settings
 from engine.block_pool import BlockPool
+from engine.device import resolve_device
 from engine.engine import Engine
-from engine.kernels.select import select_kernels
-from engine.kv_cache import KVCache
+from engine.grammar import GrammarCompiler
+from engine.kernels.select import select_device_kernels, select_kernels
 from engine.loop import EngineLoop
 from engine.messages import Event
-from engine.models.dtype import resolve_dtype
+from engine.models.dtype import check_quantization, resolve_dtype
 from engine.models.registry import model_class
+from engine.models.shard import rank_config, rank_weights
 from engine.models.weights import load_weights
-from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.step import Limits
+from kvtransfer.collective_transport import CollectiveTransport
 from kvtransfer.nixl_transport import NixlTransport
+from kvtransfer.ranks import MakeTransport, Ranks
 from kvtransfer.region import Region
 from kvtransfer.shm_transport import ShmTransport
-from kvtransfer.transport import Transport
+from kvtransfer.slices import rank_layout
+from kvtransfer.tier_stack import TierStack
+from planning import capacity
 from services import address
-
-MIN_BLOCKS = 2
-"""A sequence needs a block for its prompt and one to grow into."""
+from services.worker.kv_events import KVEventLog
+from services.worker.pool import TOKEN_BUDGET, make_pool, refuse
+from services.worker.ranks import RankProcesses
+from services.worker.tiers import WorkerStore, make_stack
 
 _log = log.get("worker")
 
@@ -46,15 +53,26 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a worker takes and holds; shown at start."""
+    """What a worker takes and holds; shown at start.
 
+    All ranks of a tensor-parallel worker together. `activations_nbytes`: the peak of the largest step.
+    `other_nbytes`: host memory besides weights and pool. `concurrency`: sequences of the greatest length
+    that the pool holds.
+    """
+
+    device: str
     dtype: str
     dtype_reason: str
+    quantization: str
+    tensor_parallel_size: int
     weights_nbytes: int
+    activations_nbytes: int
     other_nbytes: int
     kv_nbytes: int
     num_blocks: int
     num_tokens: int
+    max_model_len: int
+    concurrency: float
     bytes_per_token: int
     load_s: float
 
@@ -67,16 +85,26 @@ class Built:
     config: ModelConfig
     fingerprint: Fingerprint
     region: Region
+    stack: TierStack | None
     loop: EngineLoop
-    transports: list[Transport]
-    offers: dict[str, bytes]
+    grammars: GrammarCompiler
+    ranks: Ranks
+    processes: RankProcesses | None
+    offers: dict[str, list[bytes]]
     footprint: Footprint
+
+    @property
+    def failed(self) -> bool:
+        """The engine broke or a rank is gone: only a new process helps."""
+        return self.loop.failed or bool(self.processes and self.processes.lost)
 
     def close(self) -> None:
         self.loop.stop()
-        for transport in self.transports:
-            transport.close()
-        self.region.close()
+        self.ranks.close()
+        for region in self.ranks.regions:
+            region.close()
+        if self.processes:
+            self.processes.close()
 
 
 def build(
@@ -85,6 +113,7 @@ def build(
     incarnation: str,
     threads: int,
     emit: Callable[[list[Event]], None],
+    events: KVEventLog,
     progress: Progress,
 ) -> Built:
     """Load the model and lay out the pool. Raises ConfigError with a sentence for the operator."""
@@ -94,59 +123,109 @@ def build(
     checkpoint = open_checkpoint(settings.model)
     config = checkpoint.config
     max_model_len = _max_model_len(config, settings)
-    dtype, reason = resolve_dtype(settings.dtype)
+    device = resolve_device(settings.device)
+    dtype, reason = resolve_dtype(settings.dtype, device.type)
+    check_quantization(settings.quantization, device.type)
     layout = _layout(config, settings, dtype)
-    num_blocks = _num_blocks(settings, layout)
+    refuse(settings, layout, device)
+    capacity.given_num_blocks(settings.num_blocks, settings.kv_cache_memory_bytes, layout.block_nbytes)
+    transports = _transports(settings, worker_id, device.type)
+    degree = settings.tensor_parallel_size
+    part, own_layout = rank_config(config, degree), rank_layout(layout, degree)
+    # They load beside us, and end when this process does or nobody holds `processes` any more.
+    processes = RankProcesses(settings, layout, dtype, max_model_len) if degree > 1 else None
     cache_dir = os.path.expanduser(settings.cache_dir)
     weights = load_weights(
         checkpoint,
         dtype,
         cache_dir,
         lambda share: progress("converting weights", share),
+        quantization=settings.quantization,
     )
-    progress("building the model", 0.0)
-    kernels = select_kernels(config, layout, cache_dir)
-    model = model_class(config.architecture)(config, weights, kernels, max_model_len)
-    region = Region.create(num_blocks, layout.block_nbytes, incarnation)
-    cache = KVCache(layout, num_blocks, region.data)
-    runner = ModelRunner(model, cache)
-    progress("warming up", 0.0)
-    runner.warm_up()
-    fingerprint = _fingerprint(checkpoint, layout, max_model_len)
-    scheduler = Scheduler(
-        BlockPool(num_blocks, caching=settings.enable_prefix_caching),
-        Limits(
-            settings.block_size,
-            max_model_len,
-            settings.max_num_seqs,
-            settings.max_num_batched_tokens,
-            settings.max_waiting,
-        ),
-        fingerprint.namespace,
-    )
-    transports = _transports(settings, worker_id, region)
-    offers = {transport.name: transport.offer() for transport in transports}
     weights_nbytes = sum(tensor.nbytes for tensor in weights.values())
+    progress("building the model", 0.0)
+    plain = cast(dict[str, torch.Tensor], weights)  # where int8 was refused above
+    if device.type == "cuda":
+        weights = {name: tensor.to(device) for name, tensor in plain.items()}
+        kernels = select_device_kernels(config, layout, dtype, settings.deterministic)
+    else:
+        kernels = select_kernels(part, own_layout, cache_dir, settings.deterministic)
+    group = None
+    if processes:
+        progress("waiting for the other ranks", 0.0)
+        group = processes.join()
+        weights = rank_weights(config, plain, degree, 0)
+    model = model_class(config.architecture)(part, weights, kernels, max_model_len, group)
+    limits = Limits(
+        settings.block_size,
+        max_model_len,
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens or TOKEN_BUDGET[device.type],
+        settings.max_waiting,
+        config.sliding_window,
+    )
+    progress("measuring and warming up", 0.0)
+    pool = make_pool(settings, model, layout, limits, device, incarnation, processes)
+    region, num_blocks = pool.regions[0], pool.num_blocks
+    fingerprint = _fingerprint(checkpoint, layout, max_model_len)
+    stack = make_stack(settings, region, fingerprint, events)
+    store = WorkerStore(region, stack, events, parks=settings.host_cache_bytes > 0)
+    blocks = BlockPool(num_blocks, caching=settings.enable_prefix_caching, on_evict=store.evicted)
+    scheduler = Scheduler(blocks, limits, fingerprint.namespace, store=store)
+    ranks = Ranks(layout, pool.regions, transports)
+    offers = ranks.offers()
     kv_nbytes = num_blocks * layout.block_nbytes
+    on_host = weights_nbytes + kv_nbytes // degree if device.type == "cpu" else 0
+    num_tokens = num_blocks * layout.block_size
     footprint = Footprint(
+        device=_name(device),
         dtype=dtype,
         dtype_reason=reason,
+        quantization=settings.quantization,
+        tensor_parallel_size=degree,
         weights_nbytes=weights_nbytes,
-        other_nbytes=max(0, psutil.Process().memory_info().rss - weights_nbytes - kv_nbytes),
+        activations_nbytes=pool.activations_nbytes,
+        other_nbytes=_other_nbytes(processes.pids if processes else [], on_host),
         kv_nbytes=kv_nbytes,
         num_blocks=num_blocks,
-        num_tokens=num_blocks * layout.block_size,
+        num_tokens=num_tokens,
+        max_model_len=max_model_len,
+        concurrency=round(capacity.concurrency(num_tokens, max_model_len), 2),
         bytes_per_token=layout.bytes_per_token,
         load_s=time.monotonic() - started,
     )
-    _log.info("worker.loaded", model=checkpoint.name, dtype=dtype, dtype_reason=reason, blocks=num_blocks)
+    _log.info(
+        "worker.loaded",
+        model=checkpoint.name,
+        dtype=dtype,
+        dtype_reason=reason,
+        quantization=settings.quantization,
+        ranks=degree,
+        device=footprint.device,
+        weights=weights_nbytes,
+        activations=footprint.activations_nbytes,
+        kv=kv_nbytes,
+        blocks=num_blocks,
+        tokens=num_tokens,
+        concurrency=footprint.concurrency,
+    )
+    if num_tokens < max_model_len:
+        _log.warning(
+            "worker.small_pool",
+            tokens=num_tokens,
+            max_model_len=max_model_len,
+            hint="longer requests are refused; give more --kv-cache-memory-bytes or less --max-model-len",
+        )
     return Built(
         incarnation,
         config,
         fingerprint,
         region,
-        EngineLoop(Engine(scheduler, runner, emit)),
-        transports,
+        stack,
+        EngineLoop(Engine(scheduler, pool.runner, emit)),
+        GrammarCompiler(checkpoint.load_tokenizer, config.vocab_size, config.eos_token_ids),
+        ranks,
+        processes,
         offers,
         footprint,
     )
@@ -166,21 +245,6 @@ def _layout(config: ModelConfig, settings: Settings, dtype: str) -> KVLayout:
     return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, settings.block_size, kv_dtype)
 
 
-def _num_blocks(settings: Settings, layout: KVLayout) -> int:
-    """Blocks of the pool (whether it fits into memory, `Region.create` says)."""
-    if settings.num_blocks is not None:
-        if settings.num_blocks < MIN_BLOCKS:
-            raise ConfigError(f"--num-blocks {settings.num_blocks} is too few; give at least {MIN_BLOCKS}")
-        return settings.num_blocks
-    num_blocks = layout.num_blocks_in(settings.kv_cache_memory_bytes)
-    if num_blocks < MIN_BLOCKS:
-        raise ConfigError(
-            f"--kv-cache-memory-bytes {settings.kv_cache_memory_bytes} holds {num_blocks} blocks of "
-            f"{layout.block_nbytes} bytes; give at least {MIN_BLOCKS * layout.block_nbytes}"
-        )
-    return num_blocks
-
-
 def _fingerprint(checkpoint: Checkpoint, layout: KVLayout, max_model_len: int) -> Fingerprint:
     return Fingerprint(
         model_digest=checkpoint.weights_digest(),
@@ -195,13 +259,34 @@ def _fingerprint(checkpoint: Checkpoint, layout: KVLayout, max_model_len: int) -
     )
 
 
-def _transports(settings: Settings, worker_id: str, region: Region) -> list[Transport]:
-    """What this worker offers to peers. `auto` leaves NIXL out while all peers are on this host."""
-    offers: list[Transport] = []
-    if settings.transport in ("auto", "shm"):
-        offers.append(ShmTransport(region))
+def _other_nbytes(others: Sequence[int], known_nbytes: int) -> int:
+    """Host memory of this process, and what these have for themselves, beyond the known."""
+    own = [psutil.Process(pid).memory_info() for pid in others]
+    here = psutil.Process().memory_info().rss
+    return max(0, here + sum(each.rss - each.shared for each in own) - known_nbytes)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _transports(settings: Settings, worker_id: str, device_type: str) -> dict[str, MakeTransport]:
+    """What this worker offers to peers. `auto` leaves NIXL out while all peers are on this host, unless the
+    pool is on a GPU, which other processes reach through NIXL alone. Raises ConfigError for shm there.
+    """
+    on_gpu = device_type == "cuda"
+    if on_gpu and settings.transport == "shm":
+        raise ConfigError(
+            "--transport shm moves blocks in host memory, this worker's are on a GPU; use --transport nixl"
+        )
+    transports: dict[str, MakeTransport] = {}
     host, _ = address.split(settings.advertise or settings.listen, "--advertise")
+    listen_host, _ = address.split(settings.listen, "--listen")
     elsewhere = not address.is_loopback(host)
-    if settings.transport == "nixl" or (settings.transport == "auto" and elsewhere):
-        offers.append(NixlTransport(region, worker_id))
-    return offers
+    if settings.transport in ("auto", "shm") and not on_gpu:
+        transports["shm"] = ShmTransport
+    if settings.transport == "nixl" or (settings.transport == "auto" and (elsewhere or on_gpu)):
+        transports["nixl"] = lambda region: NixlTransport(region, worker_id)
+    if settings.transport == "collective":
+        transports["collective"] = lambda region: CollectiveTransport(region, listen_host, host)
+    return transports

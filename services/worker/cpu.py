@@ -41,8 +41,11 @@ def split_cores(cores: list[int], num_workers: int) -> list[list[int]]:
     return shares
 
 
-def confine(settings: Settings) -> tuple[list[int], int]:
-    """Pin this process and set its OpenMP team; returns (cores, threads). Raises ConfigError."""
+def confine(settings: Settings, rank: int = 0) -> tuple[list[int], int]:
+    """Pin this process and set its OpenMP team; returns the worker's cores and this process's threads.
+
+    Each tensor-parallel rank gets its share of the worker's cores. Raises ConfigError.
+    """
     if settings.cpu_affinity:
         wanted = parse_cores(settings.cpu_affinity)
         try:
@@ -53,7 +56,10 @@ def confine(settings: Settings) -> tuple[list[int], int]:
                 f"--cpu-affinity {settings.cpu_affinity}: this process may use only cores {allowed}"
             ) from None
     cores = sorted(os.sched_getaffinity(0))
-    threads = settings.cpu_threads or len(cores)
+    own = split_cores(cores, settings.tensor_parallel_size)[rank]
+    if len(own) < len(cores):
+        os.sched_setaffinity(0, own)
+    threads = settings.cpu_threads or len(own)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("KMP_BLOCKTIME", "0")

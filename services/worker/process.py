@@ -20,6 +20,7 @@ from core.errors import ConfigError
 from core.settings import Settings
 from services import address
 from services.worker.build import build
+from services.worker.cpu import format_cores
 from services.worker.host import Phase, WorkerHost
 from services.worker.hub import Hub
 from services.worker.metrics import WorkerMetrics
@@ -50,7 +51,7 @@ def run(settings: Settings, role: str, attach: Sequence[Attach], cores: list[int
 
     `cores` and `threads`: what `services.worker.cpu.confine` gave, before this module was imported.
     """
-    settings = with_place(settings, role)
+    settings = with_place(settings, role).model_copy(update={"cpu_affinity": format_cores(cores)})
     faults.configure(settings.faults)
     return uvloop.run(_main(settings, role, attach, cores, threads))
 
@@ -102,10 +103,13 @@ async def _main(
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _log.info("worker.ready", address=host.address, probes=host.probe_address, incarnation=incarnation)
     if not await until_asked(stop, host):
-        _log.error("worker.engine_died", hint="its error is above; exiting, to be started again")
+        ended = (built.processes and built.processes.lost) or "its error is above"
+        _log.error("worker.engine_died", hint=f"{ended}; exiting, to be started again")
         watch.close()
         with contextlib.suppress(TimeoutError):  # what the engine's end meant for requests still goes out
             await asyncio.wait_for(server.stop(grace=ENGINE_LOOK_S), 2.0)
+        if built.processes:
+            built.processes.kill()  # also a rank that hangs
         os._exit(1)  # nothing is left to drain, and no thread to wait for
     host.phase = Phase.DRAINING
     watch.wake()
@@ -144,9 +148,9 @@ def _handle_signals(host: WorkerHost) -> asyncio.Event:
 
 
 async def until_asked(stop: asyncio.Event, host: WorkerHost) -> bool:
-    """Wait until `stop` is set; False when the engine's thread died before."""
+    """Wait until `stop` is set; False when the engine or one of its ranks died before."""
     while not stop.is_set():
-        if host.built.loop.failed:
+        if host.built.failed:
             return False
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), ENGINE_LOOK_S)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from hash_model import Harness, random_prompt
 
 from core.errors import EngineFault
@@ -135,3 +136,16 @@ def test_a_step_that_raises_is_no_failure_of_the_loop(rig) -> None:
     rig.loop.submit(_add("good"))
     rig.until(_last_of("good"))
     assert not rig.loop.failed
+
+
+def test_a_lost_accelerator_is_one(rig, monkeypatch) -> None:
+    """Its context is gone for good: only a new process helps, and the worker ends to be started again."""
+
+    def lost(_: object) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(rig.harness.runner, "run", lost)
+    rig.loop.start()
+    rig.loop.submit(_add("r"))
+    assert set(rig.wait_failed()) == {"r"}
+    assert rig.loop.failed

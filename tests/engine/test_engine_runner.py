@@ -30,7 +30,9 @@ from engine.kv_cache import KVCache
 from engine.models.llama import Llama
 from engine.models.rope import rope_frequencies
 from engine.models.weights import load_weights
+from engine.profile import largest_decodes, largest_steps, small_steps
 from engine.runner import ModelRunner
+from engine.step import Limits
 
 pytest_plugins = ["kernel_sets"]
 
@@ -166,12 +168,21 @@ def test_narrow_kv_gives_nearly_the_same_logits(
 
 
 def test_warm_up_leaves_a_clean_pool_however_small(kernels: Kernels, tmp_path: Path) -> None:
+    limits = Limits(16, 512, 8, 64, 8)
     runner = tiny_runner(kernels, tmp_path)
-    runner.warm_up()
-    assert not runner.cache.pool[:5].any()
-    small = ModelRunner(runner.model, KVCache(layout_of(tiny_config(), 8), 1))
-    small.warm_up()
-    assert not small.cache.pool.any()
+    runner.warm_up([*largest_steps(limits, 100), largest_decodes(limits), *small_steps(limits)])
+    assert not runner.cache.pool[0].any()
+    assert runner.cache.pool[1:].isnan().all()
+
+
+def test_the_steps_before_serving_are_the_largest_and_the_smallest() -> None:
+    limits = Limits(16, 512, 8, 64, 8)
+    chunk, mixed = largest_steps(limits, history=100)
+    assert [(len(c), c.start, len(c.block_table)) for c in chunk] == [(64, 100, 11)]
+    assert [len(c) for c in mixed] == [1] * 7 + [57]
+    assert largest_steps(limits, history=512)[0][0].start == 512 - 64
+    assert [(len(c), c.start) for c in largest_decodes(limits)] == [(1, 511)] * 8
+    assert [len(step) for step in small_steps(limits)] == [1, 4]
 
 
 # ---- GOLD on the embedded model

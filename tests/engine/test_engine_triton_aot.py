@@ -38,6 +38,8 @@ def test_every_shipped_configuration_compiles_without_spills(tmp_path: Path) -> 
     assert not [row for row in rows if row["spills"]]
     assert {row["kernel"] for row in rows} == {
         "rms_norm",
+        "head_norm",
+        "sample",
         "silu_mul",
         "rope",
         "prefill",

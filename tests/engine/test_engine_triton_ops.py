@@ -37,6 +37,12 @@ def test_rope_and_store(case: ops.StoreCase) -> None:
 
 
 @cases
+@given(ops.head_norm_cases(geometries()))
+def test_head_norm(case: ops.HeadNormCase) -> None:
+    ops.check_head_norm(case)
+
+
+@cases
 @given(ops.copy_cases())
 def test_gather_and_scatter(case: ops.CopyCase) -> None:
     ops.check_copies(case)

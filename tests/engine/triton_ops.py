@@ -22,11 +22,11 @@ from triton_cases import (
     seeds,
 )
 
-from core.kv import BLOCK_SIZES
+from core.kv import BLOCK_SIZES, KVLayout
 from engine.kernels import reference
 from engine.kernels.triton.activation import silu_mul
 from engine.kernels.triton.block_copy import gather_blocks, scatter_blocks
-from engine.kernels.triton.norm import add_rms_norm, rms_norm
+from engine.kernels.triton.norm import add_rms_norm, head_norm, rms_norm
 from engine.kernels.triton.rope import rope_and_store
 
 
@@ -193,3 +193,32 @@ def check_fp8_rounding(kv_dtype: torch.dtype) -> None:
     got = pool[:, 0, 1].reshape(-1, 64)[: len(values)].float()
     want = as_stored(values, kv_dtype, 1.0).float()
     assert torch.equal(got.nan_to_num(7e7), want.nan_to_num(7e7))
+
+
+@dataclass(frozen=True)
+class HeadNormCase:
+    geometry: Geometry
+    rows: int
+    scale: float
+    seed: int
+
+
+def head_norm_cases(geometry: st.SearchStrategy[Geometry]) -> st.SearchStrategy[HeadNormCase]:
+    return st.builds(
+        HeadNormCase, geometry, rows=st.integers(1, 4), scale=st.sampled_from([1e-3, 1.0, 50.0]), seed=seeds
+    )
+
+
+def check_head_norm(case: HeadNormCase) -> None:
+    """q and k heads are normed in place, v is not touched."""
+    torch.manual_seed(case.seed)
+    g = case.geometry
+    layout = KVLayout(NUM_LAYERS, g.num_kv_heads, g.head_dim, g.block_size, "fp32")
+    qkv = noise(case.rows, g.qkv_width, dtype=g.dtype, scale=case.scale)
+    q_weight, k_weight = noise(g.head_dim, dtype=g.dtype), noise(g.head_dim, dtype=g.dtype)
+    want = qkv.clone()
+    reference.head_norm(want, q_weight, k_weight, 1e-6, layout)
+    head_norm(qkv, q_weight, k_weight, 1e-6, layout)
+    close(qkv, want, g.dtype)
+    first_v = (g.num_heads + g.num_kv_heads) * g.head_dim
+    assert torch.equal(qkv[:, first_v:], want[:, first_v:])

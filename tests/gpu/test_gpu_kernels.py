@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 import triton_attention as attention
 import triton_ops as ops
+import triton_sample as sampling
 from triton_cases import BF16, E4M3, E5M2, FP16, FP32, Geometry, noise
 
 from engine.kernels import reference
@@ -82,6 +83,18 @@ def test_logits_are_not_rounded(dtype: torch.dtype) -> None:
     got = TritonKernels().logits(x, weight)
     assert got.dtype == FP32
     torch.testing.assert_close(got, reference.linear(x, weight), rtol=1e-4, atol=1e-4)
+
+
+@cases
+@given(ops.head_norm_cases(GEOMETRIES))
+def test_head_norm(case: ops.HeadNormCase) -> None:
+    ops.check_head_norm(case)
+
+
+@cases
+@given(sampling.sample_cases)
+def test_sample(case: sampling.SampleCase) -> None:
+    sampling.check_sample(case)
 
 
 @cases

@@ -23,6 +23,15 @@ def test_what_is_stored_and_when(policy, uses, due):
     assert [admission.used(hashes) for hashes in uses] == due
 
 
+def test_what_had_to_be_computed_again_is_stored_again():
+    """A tier lost it, or nobody would have computed it."""
+    admission = Admission(StorePolicy.SECOND_HIT)
+    uses = [admission.used([A], computed=True) for _ in range(4)]
+    assert uses == [[], [A], [A], [A]]
+    assert admission.used([A]) == []
+    assert Admission(StorePolicy.ON_EVICT).used([A], computed=True) == []
+
+
 @pytest.mark.parametrize("policy", [StorePolicy.WRITE_THROUGH, StorePolicy.SECOND_HIT])
 def test_a_store_that_failed_is_asked_for_at_the_next_use(policy):
     admission = Admission(policy)

@@ -222,6 +222,15 @@ async def test_unequal_lengths_are_a_mistake():
 # Storing.
 
 
+async def test_what_a_tier_lost_is_stored_again_once_it_was_computed_again():
+    disk = FakeTier("disk")
+    async with stack_of(disk) as stack:
+        for _ in range(2):
+            assert stack.committed(key(0), payload(0))
+            await until(lambda: key(0) in disk.held)
+            del disk.held[key(0)]
+
+
 async def test_a_stuck_tier_does_not_delay_a_commit():
     """The engine's thread commits everything while the tier's store never returns."""
     disk = FakeTier("disk")

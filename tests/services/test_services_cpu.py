@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from core.errors import ConfigError
@@ -31,3 +34,13 @@ def test_a_bad_list_is_refused() -> None:
 )
 def test_every_worker_has_cores_of_its_own(cores: list[int], workers: int, shares: list[list[int]]) -> None:
     assert split_cores(cores, workers) == shares
+
+
+def test_a_worker_sets_its_cores_before_anything_loads_torch():
+    """OpenMP reads OMP_WAIT_POLICY when it is loaded: set later, idle threads spin on cores of others."""
+    code = (
+        "import sys; from services import cli; from services.worker import cpu;"
+        "cpu.confine = lambda _: sys.exit(3 if 'torch' in sys.modules else 7);"
+        "cli.main(['decode'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 7

@@ -25,6 +25,7 @@ from kvtransfer.store_policy import StorePolicy
 from kvtransfer.tier_stack import TierStack
 from planning.prefix_index import Changes, PrefixIndex
 from services.worker.kv_events import KVEventLog
+from services.worker.watch import tier_states
 
 NBYTES = 8192
 NAMESPACE, OTHER_NAMESPACE = bytes([1]) * 32, bytes([2]) * 32
@@ -91,6 +92,7 @@ async def stack_on(
         on_host_change=partial(log.report, "host"),
     )
     try:
+        await until(lambda: stack.stats()["disk"].used_nbytes > 0)  # nobody asked, and it is open
         yield stack
     finally:
         await stack.close()
@@ -171,6 +173,32 @@ async def test_a_restarted_worker_tells_of_its_disk_before_anyone_asks(tmp_path:
         assert watcher.held("host") == set()
         assert await stack.load("disk", [name(i) for i in range(3)], buffers(3), lambda _: None) == 3
         assert watcher.held("host") == keys({0, 1, 2})
+
+
+async def test_a_worker_without_a_host_tier_tells_of_none() -> None:
+    """What lies in the staging slots on its way up or down is not looked up there."""
+    log = KVEventLog()
+    stack = TierStack(NBYTES, 0, [], on_host_change=partial(log.report, "host"))
+    assert stack.committed(name(0), payload(0))
+    assert await stack.lookup([name(0)]) == []
+    assert log.num_held("host") == 0
+    await stack.close()
+
+
+async def test_routers_are_told_how_fast_and_full_each_tier_is(tmp_path: Path) -> None:
+    async with stack_on(tmp_path, KVEventLog()) as stack:
+        for i in range(6):
+            stack.committed(name(i), payload(i))
+        await until(lambda: stack.stats()["disk"].num_blocks == 6)
+        assert len(await stack.lookup([name(i) for i in range(8)])) == 1
+        host, disk = tier_states(stack, block_size=16)
+    assert (host.tier, host.blocks, host.used_bytes, host.hit_blocks) == ("host", 6, 6 * NBYTES, 6)
+    assert host.capacity_bytes == 24 * NBYTES
+    assert host.breaker == ""
+    assert (disk.tier, disk.blocks, disk.hit_blocks, disk.breaker) == ("disk", 6, 0, "closed")
+    assert 6 * FILE_NBYTES < disk.used_bytes < disk.capacity_bytes
+    for state in (host, disk):
+        assert state.token_s == pytest.approx(NBYTES / 16 / stack.rate(state.tier).nbytes_per_s)
 
 
 async def test_a_directory_that_is_gone_holds_nothing_until_it_is_back(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class TestWaitingForTheEnd:
 
     @pytest.fixture
     def host(self) -> Any:
-        return SimpleNamespace(built=SimpleNamespace(loop=SimpleNamespace(failed=False)))
+        return SimpleNamespace(built=SimpleNamespace(failed=False))
 
     async def test_a_signal(self, host: Any):
         stop = asyncio.Event()
@@ -108,5 +108,5 @@ class TestWaitingForTheEnd:
     async def test_the_engine_dies(self, host: Any):
         waiting = asyncio.create_task(until_asked(asyncio.Event(), host))
         await asyncio.sleep(0)
-        host.built.loop.failed = True
+        host.built.failed = True
         assert await asyncio.wait_for(waiting, 1.0) is False

@@ -21,7 +21,8 @@ MAX_SPLITS = 64
 SPLITS_AT_ONCE = 16
 
 
-@triton.jit
+# Values that change from step to step: specialised, each new kind would compile while a request waits.
+@triton.jit(do_not_specialize=["table_stride", "split_tokens"])
 def decode_kernel(
     qkv,
     pool,
@@ -80,7 +81,7 @@ def decode_kernel(
         tl.store(out + row[:, None] * HEAD_DIM + lane[None, :], result.to(out.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "split_tokens"])
 def reduce_kernel(
     partial,
     scores,

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from core.kv import KVLayout
 from engine.batch import Batch
-from engine.kernels import reference
 from engine.kernels.triton import activation, norm
 from engine.kernels.triton.decode import decode_attention
 from engine.kernels.triton.prefill import prefill_attention
@@ -20,10 +19,9 @@ from engine.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """`q_starts`: int32 [S + 1] on the pool's device, None when every sequence has a single new token."""
+    """`max_q_len`: new tokens of the longest chunk behind the decodes, 0 when there are only decodes."""
 
     batch: Batch
-    q_starts: torch.Tensor | None
     max_q_len: int
 
 
@@ -39,10 +37,11 @@ class TritonKernels:
         self._window = sliding_window
 
     def plan(self, batch: Batch, cache: KVCache) -> _Plan:
-        if batch.num_decodes == batch.num_seqs:
-            return _Plan(batch, None, 1)
-        q_starts = torch.tensor(batch.q_starts, dtype=torch.int32).to(cache.pool.device, non_blocking=True)
-        return _Plan(batch, q_starts, max(end - start for start, end in pairwise(batch.q_starts)))
+        chunks = pairwise(batch.q_starts[batch.num_decodes :])
+        return _Plan(batch, max((end - start for start, end in chunks), default=0))
+
+    def embed(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, weight)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, weight, bias)
@@ -67,7 +66,7 @@ class TritonKernels:
     def head_norm(
         self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, layout: KVLayout
     ) -> None:
-        reference.head_norm(qkv, q_weight, k_weight, eps, layout)
+        norm.head_norm(qkv, q_weight, k_weight, eps, layout)
 
     def rope_and_store(
         self, qkv: torch.Tensor, rope: torch.Tensor, batch: Batch, cache: KVCache, layer: int
@@ -80,7 +79,7 @@ class TritonKernels:
         lens, tables = batch.kv_lens, batch.block_tables
         if batch.num_decodes:
             decode_attention(qkv, pool, out, batch.num_decodes, lens, tables, self._window)
-        if plan.q_starts is not None:
-            starts, first, longest = plan.q_starts, batch.num_decodes, plan.max_q_len
+        if plan.max_q_len:
+            starts, first, longest = batch.row_starts, batch.num_decodes, plan.max_q_len
             prefill_attention(qkv, pool, out, starts, first, longest, lens, tables, self._window)
         return out

@@ -1,4 +1,4 @@
-"""RMS norm, alone or behind the addition to the residual stream."""
+"""RMS norm: of rows, of rows behind the addition to the residual stream, of the heads inside rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
+from core.kv import KVLayout
+
 _TILE = 2048
 """Numbers of a program's tile: several narrow rows, or one wide row (then more)."""
 
 
-@triton.jit
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x,
     delta,
@@ -40,6 +45,34 @@ def rms_norm_kernel(
     tl.store(out + at, (wide * scale[:, None] * gain[None, :]).to(out.dtype.element_ty), mask)
 
 
+@triton.jit
+def head_norm_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    num_q_heads,
+    num_heads,
+    eps,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """HEADS heads of one row of qkv, in place; v heads stay as they are."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    lane = tl.arange(0, DIM_PAD)
+    in_head = (lane < HEAD_DIM)[None, :]
+    mask = (head < num_q_heads + NUM_KV_HEADS)[:, None] & in_head
+    at = qkv + (row * num_heads + head)[:, None] * HEAD_DIM + lane[None, :]
+    wide = tl.load(at, mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)
+    of_q = tl.load(q_weight + lane, lane < HEAD_DIM, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + lane, lane < HEAD_DIM, other=0.0).to(tl.float32)
+    gain = tl.where((head < num_q_heads)[:, None], of_q[None, :], of_k[None, :])
+    tl.store(at, (wide * scale[:, None] * gain).to(qkv.dtype.element_ty), mask)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, width] / sqrt(mean(x^2) + eps) * weight, in x's dtype."""
     return _launch(x, None, weight, eps)
@@ -50,6 +83,31 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """residual += delta IN PLACE, then its RMS norm; both [T, width] of one dtype."""
     return _launch(residual, delta.contiguous(), weight, eps)
+
+
+def head_norm(
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, layout: KVLayout
+) -> None:
+    """RMS norm of every q and k head of qkv [T, (heads + 2 * kv heads) * head_dim] IN PLACE.
+
+    Weights: [head_dim]. Raises ValueError for rows that are not contiguous.
+    """
+    if not qkv.is_contiguous():
+        raise ValueError(f"head_norm works in place on contiguous rows, got strides {qkv.stride()}")
+    num_heads = qkv.shape[1] // layout.head_dim
+    num_normed = num_heads - layout.num_kv_heads
+    head_norm_kernel[(qkv.shape[0], triton.cdiv(num_normed, HEADS_PER_PROGRAM))](
+        qkv,
+        q_weight,
+        k_weight,
+        num_normed - layout.num_kv_heads,
+        num_heads,
+        eps,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        DIM_PAD=triton.next_power_of_2(layout.head_dim),
+        HEADS=HEADS_PER_PROGRAM,
+    )
 
 
 def launch_options(width: int) -> dict[str, int]:

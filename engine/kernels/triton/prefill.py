@@ -17,7 +17,8 @@ from engine.kernels.triton.paged import attend, attention_constexprs, base2_scal
 from engine.kernels.triton.tuning import prefill_tile
 
 
-@triton.jit
+# Values that change from step to step: specialised, each new kind would compile while a request waits.
+@triton.jit(do_not_specialize=["first_seq", "table_stride"])
 def prefill_kernel(
     qkv,
     pool,

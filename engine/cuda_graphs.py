@@ -1,0 +1,134 @@
+"""Decode steps as captured CUDA graphs: one launch instead of some hundred.
+
+A graph is captured for each of a few batch sizes; a batch is padded to the next one. Padding rows have no
+tokens (kv_len 0, so attention gives zeros) and store nothing (slot -1). Everything a graph reads or writes
+lies in buffers that stay: the batch is copied into them, logits are read from them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from engine.batch import Batch, Chunk
+from engine.upload import packed_nbytes, upload
+
+MAX_GRAPH_SIZE = 512
+
+Work = Callable[[], None]
+
+Capture = Callable[[Work], Work]
+"""Records the work, and gives what does it again."""
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The captured batch sizes, ascending; the last one is max_num_seqs, or the largest worth a graph."""
+    last = min(max_num_seqs, MAX_GRAPH_SIZE)
+    steps = (1, 2, 4, *range(8, 32, 8), *range(32, MAX_GRAPH_SIZE, 32))
+    return (*(size for size in steps if size < last), last)
+
+
+def size_for(batch: Batch, sizes: Sequence[int], table_width: int) -> int | None:
+    """The captured size that this batch is padded to; None when it is no case for a graph.
+
+    That is a batch with more than decodes, more sequences or longer tables than captured, or one of whose
+    single tokens no logits are wanted (the last piece of a prefill job).
+    """
+    n = batch.num_seqs
+    if batch.num_decodes < n or len(batch.logits_rows) < n or batch.block_tables.shape[1] > table_width:
+        return None
+    at = bisect_left(sizes, n)
+    return sizes[at] if at < len(sizes) else None
+
+
+def pad(batch: Batch, size: int, table_width: int) -> Batch:
+    """A batch of decodes as one of `size` sequences with block tables `table_width` wide."""
+    missing = size - batch.num_seqs
+    rows = torch.arange(size)
+    return replace(
+        batch,
+        token_ids=F.pad(batch.token_ids, (0, missing)),
+        positions=F.pad(batch.positions, (0, missing)),
+        slots=F.pad(batch.slots, (0, missing), value=-1),
+        q_starts=tuple(range(size + 1)),
+        row_starts=torch.arange(size + 1, dtype=torch.int32),
+        kv_lens=F.pad(batch.kv_lens, (0, missing)),
+        block_tables=F.pad(batch.block_tables, (0, table_width - batch.block_tables.shape[1], 0, missing)),
+        logits_rows=rows,
+        num_decodes=size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    buffer: torch.Tensor
+    """uint8, what `upload` copies a padded batch into"""
+    replay: Work
+
+
+class DecodeGraphs:
+    """The graphs of one model on one pool. Call under `torch.inference_mode`, from one thread at a time.
+
+    `forward`: fp32 logits [rows, vocab] of a batch on `device`. `capture`: `CudaCapture` on CUDA.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Batch], torch.Tensor],
+        device: torch.device,
+        sizes: Sequence[int],
+        table_width: int,
+        vocab_size: int,
+        capture: Capture,
+    ) -> None:
+        self._forward, self._device, self._capture = forward, device, capture
+        self.sizes, self.table_width = tuple(sizes), table_width
+        self._logits = torch.empty(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
+        self._captured: dict[int, _Captured] = {}
+
+    def capture(self, block_size: int) -> None:
+        """Capture all sizes, the largest first, so that the smaller ones find its memory. Writes block 0."""
+        one = Batch.build([Chunk([0], 0, [0], 0)], block_size)
+        for size in reversed(self.sizes):
+            padded = pad(one, size, self.table_width)
+            buffer = torch.empty(packed_nbytes(padded), dtype=torch.uint8, device=self._device)
+            work = partial(self._work, upload(padded, self._device, buffer), size)
+            self._captured[size] = _Captured(buffer, self._capture(work))
+
+    def run(self, batch: Batch) -> torch.Tensor | None:
+        """fp32 logits [sequences, vocab], valid until the next call; None when no captured graph fits."""
+        size = size_for(batch, self.sizes, self.table_width)
+        if size is None or size not in self._captured:
+            return None
+        captured = self._captured[size]
+        upload(pad(batch, size, self.table_width), self._device, captured.buffer)
+        captured.replay()
+        return self._logits[: batch.num_seqs]
+
+    def _work(self, batch: Batch, size: int) -> None:
+        self._logits[:size].copy_(self._forward(batch))
+
+
+class CudaCapture:
+    """Captures into one memory pool: graphs run one after the other, so they may share it."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        """Runs the work once before: kernels are compiled and libraries set up outside the capture."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay

@@ -1,0 +1,73 @@
+"""The steps that a worker runs before it serves: the largest ones, which are measured, and the smallest.
+
+Between them they touch every weight and every path of the code, so the first request is no slower.
+All block tables name block 0 alone, so a pool of one block is enough; what is computed means nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from core.blocks import num_blocks_for
+from engine.batch import Chunk
+from engine.step import Limits
+
+FEW_DECODES = (1, 4, 16)
+"""Decode batches that choose other code on a CPU."""
+
+
+def largest_steps(limits: Limits, history: int) -> list[list[Chunk]]:
+    """The steps that need the most memory: a full chunk behind `history` tokens (as far as the longest
+    sequence allows), and that beside decodes.
+    """
+    length = min(history + limits.max_num_batched_tokens, limits.max_model_len)
+    table = [0] * num_blocks_for(length, limits.block_size)
+
+    def prompt(num_tokens: int) -> Chunk:
+        num_tokens = min(num_tokens, length)
+        return Chunk([0] * num_tokens, length - num_tokens, table, num_tokens - 1)
+
+    num_decodes = limits.max_num_seqs - 1
+    return [
+        [prompt(limits.max_num_batched_tokens)],
+        [Chunk([0], 0, table, 0)] * num_decodes
+        + [prompt(max(1, limits.max_num_batched_tokens - num_decodes))],
+    ]
+
+
+def largest_decodes(limits: Limits) -> list[Chunk]:
+    """The largest step that may run as a captured graph."""
+    length = limits.max_model_len
+    return [Chunk([0], length - 1, [0] * num_blocks_for(length, limits.block_size), 0)] * limits.max_num_seqs
+
+
+def small_steps(limits: Limits) -> list[list[Chunk]]:
+    """Decodes of a few sequences with a token each, in block 0: what the largest steps do not touch."""
+    return [[Chunk([0], 0, [0], 0)] * count for count in FEW_DECODES if count <= limits.max_num_seqs]
+
+
+def peak_nbytes(device: torch.device, work: Callable[[], object]) -> int:
+    """The most bytes that `work` held at a time beyond what was held before: of torch on CUDA, else RSS."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with contextlib.suppress(OSError):  # without it the peak is that since the process began: too high, safe
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _status_nbytes("VmRSS")
+    work()
+    return max(0, _status_nbytes("VmHWM") - before)
+
+
+def _status_nbytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0

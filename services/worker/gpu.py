@@ -1,0 +1,28 @@
+"""Which GPU each worker of this machine gets. Pure, and without torch: the launcher asks it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(environ: Mapping[str, str], device_files: Iterable[str]) -> list[str]:
+    """GPUs as CUDA_VISIBLE_DEVICES names them; `device_files`: the names in /dev."""
+    if VISIBLE in environ:
+        named = (part.strip() for part in environ[VISIBLE].split(","))
+        return [name for name in named if name and name != "-1"]
+    # CUDA counts those it finds from 0, whatever their files are numbered.
+    found = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in device_files)
+    return [str(i) for i in range(found)]
+
+
+def split_gpus(gpus: list[str], num_workers: int) -> list[tuple[str, int]]:
+    """For each worker its GPU and how many workers share that one; nothing when there is no GPU."""
+    if not gpus:
+        return []
+    chosen = [gpus[i % len(gpus)] for i in range(num_workers)]
+    sharing = Counter(chosen)
+    return [(gpu, sharing[gpu]) for gpu in chosen]

@@ -1,0 +1,171 @@
+"""A worker's KV pool: a profiling run, the account of its memory, the memory for its blocks, the warm-up."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import torch
+
+from core.errors import ConfigError
+from core.kv import KVLayout
+from core.settings import Settings
+from engine import sampler
+from engine.cuda_graphs import CudaCapture, DecodeGraphs, graph_sizes
+from engine.kv_cache import KVCache
+from engine.models.llama import Llama
+from engine.profile import largest_decodes, largest_steps, peak_nbytes, small_steps
+from engine.runner import LeadingRunner, ModelRunner
+from engine.step import Limits
+from kvtransfer.device_region import DeviceRegion
+from kvtransfer.memory import available_nbytes
+from kvtransfer.region import Region
+from kvtransfer.slices import rank_layout
+from planning import capacity
+from planning.capacity import MemoryUse
+from services.worker.ranks import RankProcesses
+
+TOKEN_BUDGET = {"cpu": 256, "cuda": 2048}
+"""Tokens of a step where nothing is said: by then either kind of device is busy enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """`regions`: the blocks for transports, of each rank; `runner`: the model on them, warm.
+
+    `activations_nbytes`: of all ranks.
+    """
+
+    regions: tuple[Region, ...]
+    runner: ModelRunner
+    activations_nbytes: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.regions[0].num_blocks
+
+
+def refuse(settings: Settings, layout: KVLayout, device: torch.device) -> None:
+    """Raises ConfigError for a KV dtype that this device has no kernels for, for tiers below a GPU, and for
+    what ranks cannot do."""
+    tiers = settings.host_cache_bytes or settings.disk_cache_dir or settings.redis_url
+    if tiers and device.type == "cuda":
+        raise ConfigError(
+            "tiers hold blocks of pools in host memory, this worker's pool is on a GPU; leave out "
+            "--host-cache-bytes, --disk-cache-dir and --redis-url, or use --device cpu"
+        )
+    if layout.kv_dtype.startswith("fp8") and device.type != "cuda":
+        raise ConfigError(
+            f"--kv-cache-dtype {layout.kv_dtype} needs a GPU, this worker runs on {device.type}; "
+            "use auto, fp32 or bf16"
+        )
+    if settings.tensor_parallel_size == 1:
+        return
+    refused = {
+        "a GPU: --device cpu": device.type == "cuda",
+        "tiers: no --host-cache-bytes, --disk-cache-dir or --redis-url": bool(tiers),
+        "int8: --quantization none": settings.quantization != "none",
+        # Gloo sums the parts of a tensor in an order that follows from its size.
+        "the same sums in every batch: no --deterministic": settings.deterministic,
+    }
+    for what, is_wanted in refused.items():
+        if is_wanted:
+            thing, remedy = what.split(": ")
+            raise ConfigError(
+                f"--tensor-parallel-size {settings.tensor_parallel_size} does not go with {thing}; "
+                f"use {remedy}, or --tensor-parallel-size 1"
+            )
+
+
+def make_pool(
+    settings: Settings,
+    model: Llama,
+    layout: KVLayout,
+    limits: Limits,
+    device: torch.device,
+    incarnation: str,
+    ranks: RankProcesses | None = None,
+) -> Pool:
+    """Measure, lay out and warm up. `layout`: the whole model's. Raises ConfigError when no pool fits, with
+    the numbers."""
+    degree = settings.tensor_parallel_size
+    own = rank_layout(layout, degree)
+    activations = degree * _profile(model, own, limits, device, ranks, eager=settings.enforce_eager)
+    num_blocks = _num_blocks(settings, layout, device, activations)
+    if device.type == "cuda":
+        cache = KVCache(layout, num_blocks, device=device)
+        regions: tuple[Region, ...] = (DeviceRegion(cache.raw, incarnation),)
+    else:
+        lives = (f"{incarnation}/{rank}" if rank else incarnation for rank in range(degree))
+        regions = tuple(Region.create(num_blocks, own.block_nbytes, life) for life in lives)
+        cache = KVCache(own, num_blocks, regions[0].data)
+    if ranks:
+        ranks.use(regions)
+    graphs = _graphs(model, cache, limits) if device.type == "cuda" and not settings.enforce_eager else None
+    runner = LeadingRunner(model, cache, ranks) if ranks else ModelRunner(model, cache, graphs)
+    runner.warm_up(small_steps(limits))
+    if device.type == "cuda":
+        sampler.warm_up(model.config.vocab_size, device)
+        torch.cuda.synchronize(device)
+    return Pool(regions, runner, activations)
+
+
+def _profile(
+    model: Llama,
+    layout: KVLayout,
+    limits: Limits,
+    device: torch.device,
+    ranks: RankProcesses | None,
+    *,
+    eager: bool,
+) -> int:
+    """Bytes of the activations of this rank's largest step, and of the largest graph beside it."""
+    cache = KVCache(layout, 1, device=device)
+    runner = LeadingRunner(model, cache, ranks) if ranks else ModelRunner(model, cache)
+    runner.warm_up(small_steps(limits))  # weights come into memory: not counted
+    if device.type == "cpu":
+        # A chunk alone has no more rows, a long history takes seconds: both take next to no more memory.
+        return peak_nbytes(device, lambda: runner.run_chunks(largest_steps(limits, history=0)[-1]))
+
+    def run_largest() -> None:
+        for chunks in largest_steps(limits, limits.max_model_len):
+            runner.run_chunks(chunks)
+
+    peak = peak_nbytes(device, run_largest)
+    if not eager:
+        peak += peak_nbytes(device, lambda: runner.run_chunks(largest_decodes(limits)))
+    gc.collect()
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _num_blocks(settings: Settings, layout: KVLayout, device: torch.device, activations: int) -> int:
+    given = capacity.given_num_blocks(
+        settings.num_blocks, settings.kv_cache_memory_bytes, layout.block_nbytes
+    )
+    if given is not None:
+        return given
+    utilization = settings.gpu_memory_utilization
+    if device.type == "cpu":
+        if utilization is None:
+            return capacity.CPU_POOL_NBYTES // layout.block_nbytes
+        available = available_nbytes()
+        use = MemoryUse(available, available, 0, activations, 0)
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        weights = torch.cuda.memory_allocated(device)
+        use = MemoryUse(total, free, weights, activations, capacity.GPU_RESERVE_NBYTES)
+        utilization = (utilization or capacity.GPU_UTILIZATION) / settings.workers_per_gpu
+    return capacity.num_blocks_within(use, utilization, layout.block_nbytes)
+
+
+def _graphs(model: Llama, cache: KVCache, limits: Limits) -> DecodeGraphs:
+    width = -(-limits.max_model_len // limits.block_size)
+    return DecodeGraphs(
+        lambda batch: model.forward(batch, cache),
+        cache.pool.device,
+        graph_sizes(limits.max_num_seqs),
+        width,
+        model.config.vocab_size,
+        CudaCapture(),
+    )
