@@ -76,6 +76,7 @@ class Kernels(Protocol):
         """Causal attention of every row over its sequence's cached tokens, [T, heads * head_dim].
 
         Call after `rope_and_store` of the same layer. Slots past a sequence's end may hold anything,
-        NaN included, and never reach the result.
+        NaN included, and never reach the result. With a sliding window, entries of the block table that
+        lie before it may name any block, and are not read.
         """
         ...

@@ -1,4 +1,4 @@
-"""The fast CPU kernel set: C (in `cpu/`) for decoding, torch for large products and prefill attention.
+"""The fast CPU kernel set, in C (`cpu/`).
 
 Why C at all, on one AVX512-BF16 core: products with few rows are bound by memory, and torch reads
 weights at 9-11 GB/s where the core can read 28.
@@ -15,14 +15,10 @@ import torch
 from checkpoint.config import ModelConfig
 from core.kv import KVLayout
 from engine.batch import Batch
+from engine.kernels.int8 import GROUP, QuantizedWeight, Weight
 from engine.kernels.native_build import build
-from engine.kernels.torch_kernels import Span, TorchKernels, attend_spans, spans
+from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_cache import KVCache
-from engine.models.dtype import cpu_flags
-
-FEW_ROWS = {torch.float32: 256 if "avx512f" in cpu_flags() else 32, torch.bfloat16: 32}
-"""Up to this many rows `baton_linear` is faster than torch's matrix product (108 against 98 GFLOP/s in
-fp32 at 256 rows, 188 against 180 in bf16 at 32)."""
 
 _MAX_HEAD_DIM = 256
 _ptr, _int64, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -42,10 +38,15 @@ class _Pool(ctypes.Structure):
 
 _SIGNATURES = {
     "baton_linear": (_ptr, _ptr, _ptr, _int64, _int64, _int64, _int, _int),
+    "baton_linear_int8": (_ptr, _ptr, _ptr, _ptr, _ptr, _int64, _int64, _int64, _int, _int),
     "baton_rms_norm": (_ptr, _ptr, _ptr, _ptr, _int64, _int64, _float, _int),
     "baton_silu_mul": (_ptr, _ptr, _int64, _int64, _int),
     "baton_rope_and_store": (_ptr, _ptr, _ptr, _ptr, _int64, _int64, _ptr, _int, _int),
-    "baton_decode_attention": (_ptr, _ptr, _ptr, _int64, _ptr, _int64, _int64, _ptr, _int, _int),
+    "baton_head_norm": (_ptr, _ptr, _ptr, _int64, _int64, _int64, _int64, _float, _int),
+    "baton_attention": (
+        *(_ptr, _ptr, _ptr, _ptr, _ptr, _int64),
+        *(_int64, _int64, _ptr, _int64, _int, _int),
+    ),
 }
 
 
@@ -54,33 +55,37 @@ def unsupported(config: ModelConfig, layout: KVLayout) -> str:
     widths = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "head_dim": config.head_dim,
+        "num_heads * head_dim": config.num_heads * config.head_dim,
     }
     for name, width in widths.items():
         if width % 32:
             return f"{name} {width} is no multiple of 32"
-    if config.head_dim > _MAX_HEAD_DIM:
-        return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
-    if layout.kv_dtype == "fp16":
-        return "the KV dtype is fp16"
+    if config.head_dim % 16 or not 32 <= config.head_dim <= _MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is no multiple of 16 from 32 to {_MAX_HEAD_DIM}"
+    if layout.kv_dtype not in ("fp32", "bf16"):
+        return f"the KV dtype is {layout.kv_dtype}"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """`pools`: each layer as the C kernels see it. `prefills`: the sequences with more than one row."""
+    """`pools`: each layer as the C kernels see it."""
 
     batch: Batch
     pools: list[_Pool]
-    prefills: list[Span]
 
 
 class NativeKernels(TorchKernels):
-    """For models and layouts that `unsupported` has nothing against. Raises BuildFailed."""
+    """For models and layouts that `unsupported` has nothing against. Raises BuildFailed.
+
+    Deterministic: a row's result is the same bit for bit in every batch and however its prompt is cut into
+    chunks, since each kernel adds up a row's numbers in an order that depends on its position alone.
+    """
 
     name = "native"
 
-    def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, cache_dir: str | os.PathLike[str], sliding_window: int = 0) -> None:
+        super().__init__(sliding_window)
         library = ctypes.CDLL(str(build(cache_dir)))
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
@@ -91,15 +96,13 @@ class NativeKernels(TorchKernels):
     def plan(self, batch: Batch, cache: KVCache) -> _Plan:
         # OpenMP counts threads per calling thread; torch passes its own number on when it is asked.
         torch.get_num_threads()
-        return _Plan(batch, self._pools_of(cache), spans(batch, cache, first_seq=batch.num_decodes))
+        return _Plan(batch, self._pools_of(cache))
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if x.shape[0] > FEW_ROWS[x.dtype]:
-            return super().linear(x, weight, bias)
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = self._linear(x, weight, x.dtype)
         return out if bias is None else out.add_(bias)
 
-    def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """In fp32 straight from the sums: rounding logits to bf16 first would tie the best tokens."""
         return self._linear(x, weight, torch.float32)
 
@@ -133,33 +136,58 @@ class NativeKernels(TorchKernels):
             _is_bf16(cache.pool),
         )
 
-    def attention(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: _Plan
-    ) -> torch.Tensor:
-        num_heads, head_dim = _num_heads(qkv, cache), cache.layout.head_dim
-        out = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
-        batch = plan.batch
-        if batch.num_decodes:
-            self._lib.baton_decode_attention(
-                qkv.data_ptr(),
-                out.data_ptr(),
-                batch.block_tables.data_ptr(),
-                batch.block_tables.shape[1],
-                batch.kv_lens.data_ptr(),
-                batch.num_decodes,
-                num_heads,
-                ctypes.addressof(plan.pools[layer]),
-                _is_bf16(qkv),
-                _is_bf16(cache.pool),
-            )
-        if plan.prefills:
-            heads = qkv.view(qkv.shape[0], -1, head_dim)
-            attend_spans(heads, cache, layer, plan.prefills, out)
-        return out.view(qkv.shape[0], -1)
+    def head_norm(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, layout: KVLayout
+    ) -> None:
+        self._lib.baton_head_norm(
+            qkv.data_ptr(),
+            q_weight.data_ptr(),
+            k_weight.data_ptr(),
+            qkv.shape[0],
+            qkv.shape[1] // layout.head_dim - 2 * layout.num_kv_heads,
+            layout.num_kv_heads,
+            layout.head_dim,
+            eps,
+            _is_bf16(qkv),
+        )
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def attention(self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: _Plan) -> torch.Tensor:
+        num_heads, batch = _num_heads(qkv, cache), plan.batch
+        out = qkv.new_empty(qkv.shape[0], num_heads * cache.layout.head_dim)
+        self._lib.baton_attention(
+            qkv.data_ptr(),
+            out.data_ptr(),
+            batch.row_starts.data_ptr(),
+            batch.kv_lens.data_ptr(),
+            batch.block_tables.data_ptr(),
+            batch.block_tables.shape[1],
+            batch.num_seqs,
+            num_heads,
+            ctypes.addressof(plan.pools[layer]),
+            self._window,
+            _is_bf16(qkv),
+            _is_bf16(cache.pool),
+        )
+        return out
+
+    def _linear(self, x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         rows, width = x.shape
         out = x.new_empty(rows, weight.shape[0], dtype=dtype)
+        if isinstance(weight, QuantizedWeight):
+            scratch = x.new_empty(rows * (width + 8 * -(-width // GROUP)), dtype=torch.uint8)
+            self._lib.baton_linear_int8(
+                x.data_ptr(),
+                weight.packed.data_ptr(),
+                weight.scales.data_ptr(),
+                out.data_ptr(),
+                scratch.data_ptr(),
+                rows,
+                weight.shape[0],
+                width,
+                _is_bf16(x),
+                _is_bf16(out),
+            )
+            return out
         self._lib.baton_linear(
             x.data_ptr(),
             weight.data_ptr(),

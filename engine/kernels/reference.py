@@ -10,7 +10,7 @@ import torch
 
 from core.kv import KVLayout
 from engine.batch import Batch
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, Runs
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,10 +54,10 @@ def rotate(x: torch.Tensor, rope: torch.Tensor, positions: torch.Tensor) -> torc
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: KVCache, layer: int) -> None:
     """Write k and v, [T, kv heads, head_dim] each, to `batch.slots`, one row after the other."""
-    for row, slot in enumerate(batch.slots.tolist()):
-        block, offset = divmod(slot, batch.block_size)
-        cache.keys(layer)[block, :, offset] = k[row].to(cache.pool.dtype)
-        cache.values(layer)[block, :, offset] = v[row].to(cache.pool.dtype)
+    for row, slot in enumerate(batch.slots):
+        at = (slot[None] // batch.block_size, slot[None] % batch.block_size)
+        cache.keys(layer).store(k[row, None], *at)
+        cache.values(layer).store(v[row, None], *at)
 
 
 def attention(q: torch.Tensor, batch: Batch, cache: KVCache, layer: int, window: int = 0) -> torch.Tensor:
@@ -71,20 +71,21 @@ def attention(q: torch.Tensor, batch: Batch, cache: KVCache, layer: int, window:
         for row in range(first, end):
             end_token = int(batch.positions[row]) + 1
             first_token = max(0, end_token - window) if window else 0
-            k = _history(cache.keys(layer), batch.block_tables[seq], first_token, end_token)
-            v = _history(cache.values(layer), batch.block_tables[seq], first_token, end_token)
+            k = _history(cache, cache.keys(layer), batch.block_tables[seq], first_token, end_token)
+            v = _history(cache, cache.values(layer), batch.block_tables[seq], first_token, end_token)
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             scores = torch.einsum("hd,htd->ht", q[row].float(), k) * q.shape[-1] ** -0.5
             out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), v).to(q.dtype)
     return out
 
 
-def _history(pool: torch.Tensor, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """fp32 [kv heads, end - first, head_dim] from a view [num_blocks, kv heads, block_size, head_dim]."""
-    first_block = first // pool.shape[2]
-    blocks = pool[table[first_block : -(-end // pool.shape[2])].long()].transpose(0, 1)
-    skipped = first_block * pool.shape[2]
-    return blocks.reshape(pool.shape[1], -1, pool.shape[3])[:, first - skipped : end - skipped].float()
+def _history(cache: KVCache, runs: Runs, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """fp32 [kv heads, end - first, head_dim]."""
+    block_size = cache.layout.block_size
+    first_block = first // block_size
+    skipped = first_block * block_size
+    tokens = runs.load(table[first_block : -(-end // block_size)])
+    return tokens[:, first - skipped : end - skipped].float()
 
 
 NUM_SAMPLE_PARAMS = 5

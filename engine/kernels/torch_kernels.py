@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from core.kv import KVLayout
 from engine.batch import Batch
-from engine.kernels import reference
+from engine.kernels import int8, reference
+from engine.kernels.int8 import QuantizedWeight, Weight
 from engine.kv_cache import KVCache
 
 LOGITS_SLICE = 2048
@@ -18,37 +20,54 @@ LOGITS_SLICE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's rows of a step and where its K and V are.
+    """One sequence's rows of a step and where the K and V are that they see.
 
-    `rows`: index of its blocks in `KVCache.rows` for layer 0, int64 [2 * kv heads * blocks]; None when
-    all of its K and V are in the step's own rows. `visible`: bool [rows, kv_len], None when
-    the plain causal rule (or, for a single row, no rule) says the same.
+    `block_ids`: its blocks, int32 [n]; None when all of its K and V are in the step's own rows. `tokens`:
+    which of the tokens there some row sees.
+    `visible`: bool [rows, tokens], None when the plain causal rule (or, for a single row, no rule) says
+    the same.
     """
 
     first: int
     end: int
-    kv_len: int
-    rows: torch.Tensor | None
+    tokens: slice
+    block_ids: torch.Tensor | None
     visible: torch.Tensor | None
 
 
 class TorchKernels:
-    """Attention gathers a sequence's blocks with one `index_select` a layer, then calls SDPA.
+    """Attention gathers the runs of a sequence's blocks, then calls SDPA.
 
     K and V are cut to the sequence's length before they are used, so unused slots never meet a
     softmax weight of zero (0 * NaN is NaN).
+
+    `sliding_window` > 0: every token sees itself and the sliding_window - 1 tokens before it.
     """
 
     name = "torch"
 
-    def plan(self, batch: Batch, cache: KVCache) -> list[Span]:
-        return spans(batch, cache, first_seq=0)
+    def __init__(self, sliding_window: int = 0) -> None:
+        self._window = sliding_window
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def plan(self, batch: Batch, cache: KVCache) -> Any:
+        lens = batch.kv_lens.tolist()
+        return [_span(batch, seq, lens[seq], self._window) for seq in range(batch.num_seqs)]
+
+    def embed(self, token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return int8.embed(token_ids, weight)
+        return F.embedding(token_ids, weight)
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(weight, QuantizedWeight):
+            out = int8.linear(x, weight).to(x.dtype)
+            return out if bias is None else out.add_(bias)
         return F.linear(x, weight, bias)
 
-    def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Widened slice by slice: results rounded to bf16 would tie the best tokens."""
+        if isinstance(weight, QuantizedWeight):
+            return int8.linear(x, weight)
         if x.dtype == torch.float32:
             return F.linear(x, weight)
         wide = x.float()
@@ -83,57 +102,58 @@ class TorchKernels:
         rotated = heads[:, : heads.shape[1] - num_kv]
         rotated.copy_(reference.rotate(rotated, rope, batch.positions))
         blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size
-        dtype = cache.pool.dtype
-        cache.keys(layer)[blocks, :, offsets] = heads[:, -2 * num_kv : -num_kv].to(dtype)
-        cache.values(layer)[blocks, :, offsets] = heads[:, -num_kv:].to(dtype)
+        cache.keys(layer).store(heads[:, -2 * num_kv : -num_kv], blocks, offsets)
+        cache.values(layer).store(heads[:, -num_kv:], blocks, offsets)
 
-    def attention(self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: list[Span]) -> torch.Tensor:
+    def attention(self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: Any) -> torch.Tensor:
         heads = _split_heads(qkv, cache)
         num_heads = heads.shape[1] - 2 * cache.layout.num_kv_heads
         out = qkv.new_empty(qkv.shape[0], num_heads, cache.layout.head_dim)
-        attend_spans(heads, cache, layer, plan, out)
+        _attend_spans(heads, cache, layer, plan, out)
         return out.view(qkv.shape[0], -1)
 
 
-def spans(batch: Batch, cache: KVCache, first_seq: int) -> list[Span]:
-    """The spans of all sequences from `first_seq` on."""
-    lens = batch.kv_lens.tolist()
-    return [_span(batch, cache, seq, lens[seq]) for seq in range(first_seq, batch.num_seqs)]
-
-
-def _span(batch: Batch, cache: KVCache, seq: int, kv_len: int) -> Span:
+def _span(batch: Batch, seq: int, kv_len: int, window: int) -> Span:
+    """With a window, tokens start with the first one that the first row sees; older blocks are not read."""
     first, end = batch.q_starts[seq], batch.q_starts[seq + 1]
     from_start = end - first == kv_len
-    rows = visible = None
+    past = kv_len - (end - first)
+    first_token = max(0, past + 1 - window) if window else 0
+    skipped, block_ids, visible = 0, None, None
     if not from_start:
-        num_blocks = -(-kv_len // batch.block_size)
-        rows = cache.row_index(batch.block_tables[seq, :num_blocks]).flatten()
-        if end - first > 1:
-            visible = torch.arange(kv_len) <= batch.positions[first:end, None]
-    return Span(first, end, kv_len, rows, visible)
+        first_block = first_token // batch.block_size
+        skipped = first_block * batch.block_size
+        block_ids = batch.block_tables[seq, first_block : -(-kv_len // batch.block_size)]
+    if end - first > 1 and (window or not from_start):
+        tokens, positions = torch.arange(first_token, kv_len), batch.positions[first:end, None]
+        visible = tokens <= positions
+        if window:
+            visible &= tokens > positions - window
+    return Span(first, end, slice(first_token - skipped, kv_len - skipped), block_ids, visible)
 
 
-def attend_spans(
+def _attend_spans(
     heads: torch.Tensor, cache: KVCache, layer: int, plan: list[Span], out: torch.Tensor
 ) -> None:
     """Attention of each span's rows into `out` [T, heads, head_dim]; `heads`: see `_split_heads`."""
     num_heads, num_kv = out.shape[1], cache.layout.num_kv_heads
     for span in plan:
         q = heads[span.first : span.end, :num_heads]
-        if span.rows is None:
+        if span.block_ids is None:
             own = heads[span.first : span.end, num_heads:].transpose(0, 1)
-            k, v = own[:num_kv], own[num_kv:]
-            if cache.pool.dtype != out.dtype:
-                # The same rounding as a later reader of the cache sees, so chunking changes nothing.
-                k, v = k.to(cache.pool.dtype).to(out.dtype), v.to(cache.pool.dtype).to(out.dtype)
+            # The same rounding as a later reader of the cache sees, so chunking changes nothing.
+            k, v = cache.keys(layer).rounded(own[:num_kv]), cache.values(layer).rounded(own[num_kv:])
         else:
-            k, v = _gather(cache, layer, span)
-            k, v = k.to(out.dtype), v.to(out.dtype)
+            k, v = (
+                runs.load(span.block_ids)[:, span.tokens]
+                for runs in (cache.keys(layer), cache.values(layer))
+            )
+        k, v = k.to(out.dtype), v.to(out.dtype)
         out[span.first : span.end] = _attend(q, k, v, span)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span) -> torch.Tensor:
-    """q [n, heads, head_dim], k and v [kv heads, kv_len, head_dim] -> [n, heads, head_dim]."""
+    """q [n, heads, head_dim], k and v [kv heads, tokens, head_dim] -> [n, heads, head_dim]."""
     n, num_heads, head_dim = q.shape
     if n == 1:
         # The query heads of one KV head stand in for rows, so that K and V are read once for all.
@@ -148,15 +168,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span) -> to
         enable_gqa=num_heads != k.shape[0],
     )
     return result[0].transpose(0, 1)
-
-
-def _gather(cache: KVCache, layer: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer, [kv heads, kv_len, head_dim] each, in the cache's dtype."""
-    assert span.rows is not None
-    layout = cache.layout
-    picked = cache.rows.index_select(0, span.rows + layer * layout.num_kv_heads * 2)
-    k, v = picked.view(2, layout.num_kv_heads, -1, layout.head_dim)[:, :, : span.kv_len]
-    return k, v
 
 
 def _split_heads(qkv: torch.Tensor, cache: KVCache) -> torch.Tensor:

@@ -1,21 +1,8 @@
-/* y[m, n] = sum over k of x[m, k] * w[n, k], for few rows m, which is bound by reading w.
+/* y[m, n] = sum over k of x[m, k] * w[n, k]; with few rows m it is bound by reading w.
  *
  * k is a multiple of 32. Numbers are fp32 or bf16, sums always fp32.
  */
 #include "vectors.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
-/* s[i] + x[2i] * y[2i] + x[2i+1] * y[2i+1], where x and y are pairs of bf16 numbers in a vf's bits. */
-INLINE vf dot_pairs(vf s, vf x, vf y) {
-#if defined(__AVX512BF16__) && LANES == 16
-    return (vf)_mm512_dpbf16_ps((__m512)s, (__m512bh)x, (__m512bh)y);
-#else
-    vu a = (vu)x, b = (vu)y;
-    return s + (vf)(a << 16) * (vf)(b << 16) + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
-#endif
-}
 
 /* M x N results at once: every number of w is used M times, every number of x N times. `ahead`: also
  * fetch the next N rows of w; rows are too short for the hardware to see them coming. */
@@ -67,10 +54,23 @@ INLINE void linear_rows(const void *x, const void *w, void *y, int64_t m, int64_
         linear_few(at(x, i * k, bf16), w, at(y, i * n, y_bf16), m - i, n, k, N < FEW ? N : FEW, 0, bf16, y_bf16);
 }
 
+/* Twice FEW rows of w against many rows of x, which are read once for both halves. */
+INLINE void linear_many(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, const int bf16,
+                        const int y_bf16) {
+    for (int64_t i = 0; i < m; i += 4)
+        for (int64_t j = 0; j < 2 * FEW; j += FEW) {
+            const void *rows = at(x, i * k, bf16), *weights = at(w, j * k, bf16);
+            void *out = at(y, i * n + j, y_bf16);
+            if (i == 0) linear_few(rows, weights, out, m, n, k, FEW, 1, bf16, y_bf16);
+            else linear_few(rows, weights, out, m - i, n, k, FEW, 0, bf16, y_bf16);
+        }
+}
+
 /* `count` rows of w: FEW, twice as many, or what is left at the end. */
 INLINE void linear_block(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int64_t count,
                          const int bf16, const int y_bf16) {
-    if (count == 2 * FEW) linear_rows(x, w, y, m, n, k, 2 * FEW, bf16, y_bf16);
+    if (count == 2 * FEW && m > 2) linear_many(x, w, y, m, n, k, bf16, y_bf16);
+    else if (count == 2 * FEW) linear_rows(x, w, y, m, n, k, 2 * FEW, bf16, y_bf16);
     else if (count == FEW) linear_rows(x, w, y, m, n, k, FEW, bf16, y_bf16);
     else
         for (int64_t j = 0; j < count; j++)
@@ -78,12 +78,11 @@ INLINE void linear_block(const void *x, const void *w, void *y, int64_t m, int64
 }
 
 void baton_linear(const void *x, const void *w, void *y, int64_t m, int64_t n, int64_t k, int bf16, int y_bf16) {
-    const int64_t wide = m <= 2 ? 2 * FEW : FEW;
 #pragma omp parallel for schedule(static)
-    for (int64_t j = 0; j < n; j += wide) {
+    for (int64_t j = 0; j < n; j += 2 * FEW) {
         const void *rows = at(w, j * k, bf16);
         void *out = at(y, j, y_bf16);
-        const int64_t count = n - j < wide ? n - j : wide;
+        const int64_t count = n - j < 2 * FEW ? n - j : 2 * FEW;
         if (!bf16) linear_block(x, rows, out, m, n, k, count, 0, 0);
         else if (y_bf16) linear_block(x, rows, out, m, n, k, count, 1, 1);
         else linear_block(x, rows, out, m, n, k, count, 1, 0);

@@ -1,12 +1,19 @@
-/* Rotary embedding of q and k, and the way of k and v into the pool. head_dim is a multiple of 32. */
+/* Rotary embedding of q and k, and the way of k and v into the pool. head_dim is a multiple of 16. */
 #include "pool.h"
 
 INLINE void rotate_head(void *head, const float *cos_sin, int64_t half, const int bf16) {
-    for (int64_t i = 0; i < half; i += LANES) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
         vf low = load(head, i, bf16), high = load(head, half + i, bf16);
         vf c = load(cos_sin, i, 0), s = load(cos_sin, half + i, 0);
         store(head, i, low * c - high * s, bf16);
         store(head, half + i, high * c + low * s, bf16);
+    }
+    for (; i < half; i++) {
+        const float low = load_one(head, i, bf16), high = load_one(head, half + i, bf16);
+        const float c = cos_sin[i], s = cos_sin[half + i];
+        store_one(head, i, low * c - high * s, bf16);
+        store_one(head, half + i, high * c + low * s, bf16);
     }
 }
 

@@ -1,4 +1,4 @@
-/* What works on one row at a time: RMS norm and the gated activation. Rows are multiples of 32 numbers. */
+/* What works on one row at a time: RMS norms and the gated activation. Rows are multiples of 16 numbers. */
 #include "vectors.h"
 
 INLINE void norm_row(const void *delta, void *x, const void *weight, void *y, int64_t dim, float eps, const int bf16) {
@@ -25,6 +25,19 @@ void baton_rms_norm(const void *delta, void *x, const void *weight, void *y, int
         if (bf16) norm_row(d, in, weight, out, dim, eps, 1);
         else norm_row(d, in, weight, out, dim, eps, 0);
     }
+}
+
+/* Each q and k head of qkv[rows, (num_heads + 2 * num_kv) * dim] becomes its RMS norm. */
+void baton_head_norm(void *qkv, const void *q_weight, const void *k_weight, int64_t rows, int64_t num_heads,
+                     int64_t num_kv, int64_t dim, float eps, int bf16) {
+#pragma omp parallel for schedule(static) if (rows > 32)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < num_heads + num_kv; h++) {
+            void *head = at(qkv, (r * (num_heads + 2 * num_kv) + h) * dim, bf16);
+            const void *weight = h < num_heads ? q_weight : k_weight;
+            if (bf16) norm_row(0, head, weight, head, dim, eps, 1);
+            else norm_row(0, head, weight, head, dim, eps, 0);
+        }
 }
 
 INLINE void silu_mul_row(const void *gate, const void *up, void *y, int64_t dim, const int bf16) {

@@ -1,0 +1,171 @@
+/* The products of one tile of TILE tokens with up to PANEL rows of queries, on a scratch that stays in the caches.
+ *
+ * A row is one query head of one token. Queries, keys and values are fp32 numbers or, with `pairs`, pairs of bf16
+ * numbers in 4 bytes: two dims of a query or key, two tokens of a value. A word below is such 4 bytes.
+ */
+#ifndef BATON_ATTENTION_TILE_H
+#define BATON_ATTENTION_TILE_H
+
+#include "pool.h"
+
+#define MAX_HEAD_DIM 256
+#define TILE 64  /* tokens; tiles start at multiples of it, so that a row is always summed up in the same order */
+#define PANEL 6  /* rows whose sums over 4 vectors fill the registers */
+#define STRIP 24 /* rows that pass over the keys, then over the values, so that each stays in the L1 cache */
+#define ROWS 192 /* rows that share a tile's transposed keys */
+#define WIDE (LANES / 4) /* vectors of keys or values a panel is multiplied with at once */
+
+typedef struct {
+    vf keys[MAX_HEAD_DIM * TILE / LANES];      /* [word of the head][token] */
+    vf values[TILE * MAX_HEAD_DIM / LANES];    /* [word of the tile][dim] */
+    vf acc[ROWS * MAX_HEAD_DIM / LANES];       /* [row][dim] */
+    vf scores[STRIP * TILE / LANES];           /* [row][token], then weights as words [row][TILE words] */
+    vf totals[ROWS];                           /* sums of weights, lane by lane */
+    float tops[ROWS], keep[STRIP + LANES];
+    int32_t positions[ROWS];                   /* of the row's token */
+    uint32_t queries[ROWS * MAX_HEAD_DIM];     /* [panel][word of the head][row of the panel] */
+    const void *value_rows[TILE];              /* for each word of the tile, its dims */
+} Scratch;
+
+/* Where K and V of a tile's tokens are, zeros for tokens that must not be read. */
+typedef struct {
+    const void *k[TILE], *v[TILE];
+} Tokens;
+
+static const float zeros[MAX_HEAD_DIM];
+
+/* The tokens from `tile` on of which those in [first, end) count; only their blocks are looked up. */
+INLINE void find_tokens(Tokens *tokens, const Pool *pool, int64_t head, const int32_t *table, int64_t tile,
+                        int64_t first, int64_t end, const int kv_bf16) {
+    const int64_t v_ahead = pool->block_size * pool->head_dim;
+    for (int64_t i = 0; i < TILE; i += 8) { /* runs of 8 never cross a block */
+        const int64_t token = tile + i;
+        int64_t row = 0;
+        if (token + 8 > first && token < end)
+            row = row_of(pool, table[token / pool->block_size], head, token % pool->block_size);
+        for (int64_t j = 0; j < 8; j++, row += pool->head_dim) {
+            const int counts = token + j >= first && token + j < end;
+            tokens->k[i + j] = counts ? at(pool->layer, row, kv_bf16) : zeros;
+            tokens->v[i + j] = counts ? at(pool->layer, row + v_ahead, kv_bf16) : zeros;
+        }
+    }
+}
+
+/* Transposes the keys; asks for those of the next tile meanwhile: each block's layer is a short run somewhere in the
+ * pool, so that otherwise every one would start with a cache miss. */
+INLINE void pack_keys(Scratch *s, const Tokens *tokens, const Tokens *next, int64_t words, const int pairs,
+                      const int kv_bf16) {
+    const int widen = kv_bf16 && !pairs;
+    for (int64_t t = 0; t < TILE; t += LANES)
+        for (int64_t w = 0; w < words; w += LANES) {
+            const int64_t from = w + LANES <= words ? w : words - LANES; /* the last step may do some again */
+            vf v[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) {
+                v[i] = load(tokens->k[t + i], from, widen);
+                __builtin_prefetch(at(next->k[t + i], from, widen), 0, 2);
+            }
+            transpose(v);
+            UNROLL for (int i = 0; i < LANES; i++) s->keys[((from + i) * TILE + t) / LANES] = v[i];
+        }
+}
+
+/* fp32 values stay where they are; others are widened, or interleaved two tokens at a time. */
+INLINE void pack_values(Scratch *s, const Tokens *tokens, int64_t dim, const int pairs, const int kv_bf16) {
+    for (int64_t t = 0; t < TILE; t += pairs ? 2 : 1) {
+        vf *to = &s->values[(pairs ? t / 2 : t) * dim / LANES];
+        s->value_rows[pairs ? t / 2 : t] = kv_bf16 ? to : tokens->v[t];
+        if (!kv_bf16) continue;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vf even = load(tokens->v[t], d, 1);
+            if (pairs) even = (vf)((vu)load(tokens->v[t + 1], d, 1) | (vu)even >> 16);
+            to[d / LANES] = even;
+        }
+    }
+}
+
+#define SCORE_PARAMETERS const uint32_t *queries, const vf *keys, vf *scores, int64_t words
+#define MIX_PARAMETERS vf *acc, const float *keep, const uint32_t *weights, const void *const *values, int64_t d, \
+                       int64_t words, int64_t dim, const void *const *next
+
+/* scores[m][:] = query row m times all keys. */
+INLINE void score_panel(SCORE_PARAMETERS, const int M, const int pairs) {
+    for (int64_t t = 0; t < TILE / LANES; t += WIDE) {
+        vf sums[PANEL][WIDE] = {{{0}}};
+        for (int64_t w = 0; w < words; w++) {
+            vf key[WIDE];
+            UNROLL for (int j = 0; j < WIDE; j++) {
+                key[j] = keys[w * (TILE / LANES) + t + j];
+                HOLD(key[j]);
+            }
+            UNROLL for (int m = 0; m < M; m++) {
+                vf query = (vf)(queries[w * PANEL + m] - (vu){0});
+                HOLD(query);
+                UNROLL for (int j = 0; j < WIDE; j++)
+                    sums[m][j] = pairs ? dot_pairs(sums[m][j], query, key[j]) : sums[m][j] + query * key[j];
+            }
+        }
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < WIDE; j++) scores[m * (TILE / LANES) + t + j] = sums[m][j];
+    }
+}
+
+/* acc[m] = acc[m] * keep[m] + weights of row m times the values, N vectors of dims from `d` on; asks for the values
+ * of the next tile's tokens meanwhile, if given. */
+INLINE void mix_panel(MIX_PARAMETERS, const int M, const int N, const int pairs) {
+    vf sums[PANEL][WIDE];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < N; j++) sums[m][j] = acc[(m * dim + d) / LANES + j] * keep[m];
+    for (int64_t w = 0; w < words; w++) {
+        vf value[WIDE];
+        UNROLL for (int j = 0; j < N; j++) {
+            value[j] = load(values[w], d + j * LANES, 0);
+            HOLD(value[j]);
+        }
+        if (next) UNROLL for (int j = 0; j < N; j++) {
+            if (pairs) __builtin_prefetch(at(next[2 * w + j % 2], d + j / 2 * 2 * LANES, 1), 0, 2);
+            else __builtin_prefetch(at(next[w], d + j * LANES, 0), 0, 2);
+        }
+        UNROLL for (int m = 0; m < M; m++) {
+            vf weight = (vf)(weights[m * TILE + w] - (vu){0});
+            HOLD(weight);
+            UNROLL for (int j = 0; j < N; j++)
+                sums[m][j] = pairs ? dot_pairs(sums[m][j], weight, value[j]) : sums[m][j] + weight * value[j];
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < N; j++) acc[(m * dim + d) / LANES + j] = sums[m][j];
+}
+
+/* A function for each shape, called through a table: inlined, GCC keeps some of their sums in memory. */
+#define SHAPE static __attribute__((noinline)) void
+#define SCORE_SHAPE(M)                                                                                       \
+    SHAPE score_fp32_##M(SCORE_PARAMETERS) { score_panel(queries, keys, scores, words, M, 0); }              \
+    SHAPE score_pairs_##M(SCORE_PARAMETERS) { score_panel(queries, keys, scores, words, M, 1); }
+#define MIX_SHAPE(M, N)                                                                                      \
+    SHAPE mix_fp32_##M##N(MIX_PARAMETERS) { mix_panel(acc, keep, weights, values, d, words, dim, next, M, N, 0); } \
+    SHAPE mix_pairs_##M##N(MIX_PARAMETERS) { mix_panel(acc, keep, weights, values, d, words, dim, next, M, N, 1); }
+#if LANES == 16
+#define MIX_SHAPES(M) MIX_SHAPE(M, 2) MIX_SHAPE(M, 3) MIX_SHAPE(M, 4)
+#define MIX_TABLE(type, M) {0, 0, mix_##type##_##M##2, mix_##type##_##M##3, mix_##type##_##M##4}
+#else
+#define MIX_SHAPES(M) MIX_SHAPE(M, 2)
+#define MIX_TABLE(type, M) {0, 0, mix_##type##_##M##2}
+#endif
+#define FOR_ALL(DO) DO(1) DO(2) DO(3) DO(4) DO(6)
+FOR_ALL(SCORE_SHAPE)
+FOR_ALL(MIX_SHAPES)
+
+/* [pairs][rows]; 5 rows are done as 6, a panel has room for them. */
+static void (*const score_shapes[2][PANEL + 1])(SCORE_PARAMETERS) = {
+    {0, score_fp32_1, score_fp32_2, score_fp32_3, score_fp32_4, score_fp32_6, score_fp32_6},
+    {0, score_pairs_1, score_pairs_2, score_pairs_3, score_pairs_4, score_pairs_6, score_pairs_6},
+};
+/* [pairs][rows][vectors] */
+static void (*const mix_shapes[2][PANEL + 1][WIDE + 1])(MIX_PARAMETERS) = {
+    {{0}, MIX_TABLE(fp32, 1), MIX_TABLE(fp32, 2), MIX_TABLE(fp32, 3), MIX_TABLE(fp32, 4), MIX_TABLE(fp32, 6),
+     MIX_TABLE(fp32, 6)},
+    {{0}, MIX_TABLE(pairs, 1), MIX_TABLE(pairs, 2), MIX_TABLE(pairs, 3), MIX_TABLE(pairs, 4), MIX_TABLE(pairs, 6),
+     MIX_TABLE(pairs, 6)},
+};
+
+#endif
