@@ -6,6 +6,8 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
+import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -15,7 +17,7 @@ from engine.models.dtype import cpu_flags
 SOURCES = Path(__file__).with_name("cpu")
 COMPILE_TIMEOUT_S = 120.0
 
-_FLAGS = ("-std=gnu17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
+_FLAGS = ("-std=gnu17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-Wno-psabi")
 
 
 class BuildFailed(Exception):
@@ -56,22 +58,41 @@ def _key(compiler: str) -> str:
 
 def _compile(compiler: str, library: Path) -> None:
     """With OpenMP, so that kernels run in torch's own thread team; without it where that is missing."""
-    sources = sorted(map(str, SOURCES.glob("*.c")))
-    temporary = library.with_suffix(f".{os.getpid()}.tmp")
     said = ""
-    try:
-        for openmp in (("-fopenmp",), ()):
-            command = [compiler, *_FLAGS, *openmp, *sources, "-o", str(temporary)]
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
-                )
-            except subprocess.TimeoutExpired:
-                raise BuildFailed(f"{compiler} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
-            if done.returncode == 0:
-                temporary.replace(library)
-                return
-            said = done.stderr.strip()[-500:]
-        raise BuildFailed(f"{compiler} failed: {said}")
-    finally:
-        temporary.unlink(missing_ok=True)
+    for openmp in (("-fopenmp",), ()):
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}.") as folder:
+            said = _compile_with(compiler, openmp, Path(folder), library)
+        if not said:
+            return
+    raise BuildFailed(f"{compiler} failed: {said}")
+
+
+def _compile_with(compiler: str, openmp: tuple[str, ...], folder: Path, library: Path) -> str:
+    """What the compiler complained of; empty when the library is in its place. All sources at once."""
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    sources = sorted(SOURCES.glob("*.c"))
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    commands = [
+        [compiler, *_FLAGS, *openmp, "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    linked = folder / library.name
+    link = [compiler, *_FLAGS, "-shared", *openmp, *map(str, objects), "-o", str(linked)]
+    for together in (commands, [link]):
+        running = [
+            subprocess.Popen(c, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for c in together
+        ]
+        try:
+            for process in running:
+                _, complaint = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+                if process.returncode:
+                    return complaint.strip()[-500:] or f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            raise BuildFailed(f"{compiler} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
+        finally:
+            for process in running:
+                process.kill()
+                process.communicate()
+    linked.replace(library)
+    return ""
