@@ -1,6 +1,6 @@
 """What one engine reaches on this machine, without any server around it.
 
-    python -m benchmarks.engine [--dtypes fp32,bf16] [--threads 1] [--kernels native,torch]
+    python -m benchmarks.engine [--formats fp32,bf16,bf16+int8] [--threads 1] [--kernels native,torch]
 
 Prefill runs in chunks of 256 tokens; decode times one step over a filled pool. Best of the repetitions
 in wall time.
@@ -34,11 +34,15 @@ BLOCK, CHUNK = 16, 256
 CACHE_DIR = os.path.expanduser(str(Settings.model_fields["cache_dir"].default))
 
 
-def make_runner(dtype: str, kernels: Kernels, num_tokens: int) -> ModelRunner:
-    """The embedded model on a pool of `num_tokens` tokens."""
+def make_runner(number_format: str, kernels: Kernels, num_tokens: int) -> ModelRunner:
+    """The embedded model on a pool of `num_tokens` tokens in its dtype.
+
+    `number_format`: a dtype, or a dtype and a quantization such as bf16+int8.
+    """
+    dtype, _, quantization = number_format.partition("+")
     checkpoint = open_checkpoint("")
     config = checkpoint.config
-    weights = load_weights(checkpoint, dtype, CACHE_DIR)
+    weights = load_weights(checkpoint, dtype, CACHE_DIR, quantization=quantization or "none")
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, dtype)
     model = model_class(config.architecture)(config, weights, kernels)
     return ModelRunner(model, KVCache(layout, num_tokens // BLOCK, None))
@@ -81,13 +85,13 @@ def _step(runner: ModelRunner, chunks: list[Chunk]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--formats", default="fp32,bf16,bf16+int8")
     parser.add_argument("--kernels", default="native,torch")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     columns = (
-        "dtype",
+        "format",
         "kernels",
         "prefill 512, tok/s",
         "prefill 1,500",
@@ -96,13 +100,13 @@ def main() -> None:
         "8 x 2,000",
     )
     table = Table(*columns, title=f"engine, {given.threads} thread(s)")
-    for dtype in given.dtypes.split(","):
+    for number_format in given.formats.split(","):
         for name in given.kernels.split(","):
             kernels: Kernels = NativeKernels(CACHE_DIR) if name == "native" else TorchKernels()
-            runner = make_runner(dtype, kernels, 8 * 2048)
+            runner = make_runner(number_format, kernels, 8 * 2048)
             cells = [f"{prefill(runner, n):.0f}" for n in (512, 1500)]
             cells += [f"{decode(runner, *shape):.1f}" for shape in ((1, 256), (8, 256), (8, 2000))]
-            table.add_row(dtype, name, *cells)
+            table.add_row(number_format, name, *cells)
     Console(width=120).print(table)
 
 

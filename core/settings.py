@@ -58,8 +58,12 @@ class Settings(BaseModel):
     quantization: Literal["none", "int8"] = Field(
         "none", description="int8 = weights and the inputs of products in 8 bits (CPU)"
     )
-    kv_cache_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"] = Field(
-        "auto", description="KV dtype; auto = compute dtype; fp8 on a GPU"
+    kv_cache_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "k8v4"] = Field(
+        "auto",
+        description="KV dtype; auto = compute dtype; k8v4 = keys in 8 bits, values in 4; int8 and k8v4 on a CPU",
+    )
+    kv_quant_skip_layers: str = Field(
+        "", description="layers such as 0,27-29 that hold bf16 in a KV cache of fewer bits (CPU); empty = none"
     )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt + answer in tokens")
     cache_dir: str = Field("~/.cache/baton", description="where converted weights are kept")

@@ -24,12 +24,20 @@ _MAX_HEAD_DIM = 256
 _ptr, _int64, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
+_FORMATS = ("fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+"""Their order is that of the enum in cpu/kv_numbers.h."""
+
+
 class _Pool(ctypes.Structure):
     """`Pool` of cpu/pool.h: one layer of a KVCache."""
 
     _fields_ = [
         ("layer", _ptr),
-        ("block_stride", _int64),
+        ("block_nbytes", _int64),
+        ("key_nbytes", _int64),
+        ("value_nbytes", _int64),
+        ("key_format", _int64),
+        ("value_format", _int64),
         ("num_kv_heads", _int64),
         ("block_size", _int64),
         ("head_dim", _int64),
@@ -41,11 +49,11 @@ _SIGNATURES = {
     "baton_linear_int8": (_ptr, _ptr, _ptr, _ptr, _ptr, _int64, _int64, _int64, _int, _int),
     "baton_rms_norm": (_ptr, _ptr, _ptr, _ptr, _int64, _int64, _float, _int),
     "baton_silu_mul": (_ptr, _ptr, _int64, _int64, _int),
-    "baton_rope_and_store": (_ptr, _ptr, _ptr, _ptr, _int64, _int64, _ptr, _int, _int),
+    "baton_rope_and_store": (_ptr, _ptr, _ptr, _ptr, _int64, _int64, _ptr, _int),
     "baton_head_norm": (_ptr, _ptr, _ptr, _int64, _int64, _int64, _int64, _float, _int),
     "baton_attention": (
         *(_ptr, _ptr, _ptr, _ptr, _ptr, _int64),
-        *(_int64, _int64, _ptr, _int64, _int, _int),
+        *(_int64, _int64, _ptr, _int64, _int),
     ),
 }
 
@@ -62,7 +70,7 @@ def unsupported(config: ModelConfig, layout: KVLayout) -> str:
             return f"{name} {width} is no multiple of 32"
     if config.head_dim % 16 or not 32 <= config.head_dim <= _MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is no multiple of 16 from 32 to {_MAX_HEAD_DIM}"
-    if layout.kv_dtype not in ("fp32", "bf16"):
+    if layout.kv_dtype == "fp16":
         return f"the KV dtype is {layout.kv_dtype}"
     return ""
 
@@ -133,7 +141,6 @@ class NativeKernels(TorchKernels):
             _num_heads(qkv, cache),
             ctypes.addressof(pool),
             _is_bf16(qkv),
-            _is_bf16(cache.pool),
         )
 
     def head_norm(
@@ -166,7 +173,6 @@ class NativeKernels(TorchKernels):
             ctypes.addressof(plan.pools[layer]),
             self._window,
             _is_bf16(qkv),
-            _is_bf16(cache.pool),
         )
         return out
 
@@ -209,21 +215,21 @@ class NativeKernels(TorchKernels):
 
     def _pools_of(self, cache: KVCache) -> list[_Pool]:
         if self._pools is None or self._pools[0] is not cache:
-            layout, stride = cache.layout, cache.pool.stride(0)
-            self._pools = (
-                cache,
-                [
-                    _Pool(
-                        cache.pool[0, layer].data_ptr(),
-                        stride,
-                        layout.num_kv_heads,
-                        layout.block_size,
-                        layout.head_dim,
-                    )
-                    for layer in range(layout.num_layers)
-                ],
-            )
+            self._pools = (cache, [_pool(cache, layer) for layer in range(cache.layout.num_layers)])
         return self._pools[1]
+
+
+def _pool(cache: KVCache, layer: int) -> _Pool:
+    layout, formats = cache.layout, cache.layout.formats(layer)
+    return _Pool(
+        cache.keys(layer).numbers.data_ptr(),
+        layout.block_nbytes,
+        *map(layout.run_nbytes, formats),
+        *map(_FORMATS.index, formats),
+        layout.num_kv_heads,
+        layout.block_size,
+        layout.head_dim,
+    )
 
 
 def _num_heads(qkv: torch.Tensor, cache: KVCache) -> int:

@@ -1,6 +1,6 @@
-"""A model's tensors: converted once per dtype into one file, then mapped by every worker of a host.
+"""A model's tensors: converted once per number format into one file, then mapped by every worker of a host.
 
-checkpoint tensors --convert (one process, under a lock)--> <digest>-<dtype>-v<format>.safetensors
+checkpoint tensors --convert (one process, under a lock)--> <digest>-<dtype>[-int8]-v<format>.safetensors
                                                                 | mapped, pages shared
                                                    worker   worker   worker
 """
@@ -22,13 +22,15 @@ from safetensors import SafetensorError, safe_open
 from checkpoint.checkpoint import Checkpoint, RawTensor
 from core import log
 from core.errors import ConfigError
+from engine.kernels.int8 import Weight
 from engine.models.dtype import TORCH_DTYPES
 from engine.models.parameter import Parameter
 from engine.models.registry import model_class
+from engine.models.storage import Storage, storage_of
 from engine.models.weights_file import WeightsFile
 
 FORMAT = 1
-"""Version of names and fusing; a file of another version is never looked at."""
+"""Version of names, fusing and packing; a file of another version is never looked at."""
 
 LOCK_POLL_S = 1.0
 
@@ -44,28 +46,34 @@ def load_weights(
     cache_dir: str | os.PathLike[str],
     progress: Progress = lambda _: None,
     wait_s: float = 300.0,
-) -> dict[str, torch.Tensor]:
-    """The tensors of the model's `parameters` in `dtype`, backed by a shared read-only mapping.
+    quantization: str = "none",
+) -> dict[str, Weight]:
+    """The model's `parameters` in `dtype`, backed by a shared read-only mapping.
 
-    The first call for a model and dtype writes the file below `cache_dir`; a damaged one is written
-    anew. Waits at most `wait_s` seconds for another process that is converting. Raises ConfigError
-    when the checkpoint is not what the model needs, the disk is full, or the wait is over.
+    Under `quantization` int8 its matrices are QuantizedWeight. The first call for a model and number
+    format writes the file below `cache_dir`; a damaged one is written anew. Waits at most `wait_s` seconds
+    for another process that is converting. Raises ConfigError when the checkpoint is not what the model
+    needs or cannot be quantized, the disk is full, or the wait is over.
     """
     model = model_class(checkpoint.config.architecture)
     folder = Path(cache_dir).expanduser()
-    stem = f"{checkpoint.weights_digest()[:32]}-{dtype}-v{FORMAT}"
+    number_format = dtype if quantization == "none" else f"{dtype}-{quantization}"
+    stem = f"{checkpoint.weights_digest()[:32]}-{number_format}-v{FORMAT}"
     parameters = model.parameters(checkpoint.config)
-    file = WeightsFile(folder / f"{stem}.safetensors", parameters, dtype)
+    storages = {parameter.name: storage_of(parameter, dtype, quantization) for parameter in parameters}
+    stored = [tensor for storage in storages.values() for tensor in storage.layout()]
+    file = WeightsFile(folder / f"{stem}.safetensors", stored)
     if not file.is_intact():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder / f"{stem}.lock", progress, wait_s):
                 if not file.is_intact():
-                    _convert(checkpoint, file, _places(parameters), progress)
+                    _convert(checkpoint, file, storages, _places(parameters), progress)
         except OSError as error:
             raise _unwritable(folder, file.nbytes, error) from error
     progress(1.0)
-    return _map(file.path)
+    tensors = _map(file.path)
+    return {name: storage.read(tensors) for name, storage in storages.items()}
 
 
 _Place = tuple[str, int]
@@ -84,14 +92,17 @@ def _places(parameters: Iterable[Parameter]) -> dict[str, _Place]:
 
 
 def _convert(
-    checkpoint: Checkpoint, file: WeightsFile, places: dict[str, _Place], progress: Progress
+    checkpoint: Checkpoint,
+    file: WeightsFile,
+    storages: dict[str, Storage],
+    places: dict[str, _Place],
+    progress: Progress,
 ) -> None:
     began, total = time.monotonic(), len(places)
     with file.rewrite() as views:
         for raw in checkpoint.tensors():
             name, first_row = _take(places, raw)
-            source = _as_tensor(raw)
-            views[name][first_row : first_row + source.shape[0]] = source
+            storages[name].write(_as_tensor(raw), first_row, views)
             progress(1.0 - len(places) / total)
         if places:
             raise ConfigError(f"the model's files lack {next(iter(places))}; get the model's files again")

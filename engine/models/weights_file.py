@@ -8,35 +8,50 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from engine.models.dtype import TORCH_DTYPES
-from engine.models.parameter import Parameter
-
 _ALIGNMENT = 64
 """Bytes; the data starts on a cache line, so that vector loads of mapped weights rarely cross one."""
 
-_SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class WeightsFile:
-    """`parameters` in `dtype` at `path`, one after the other."""
+    """`tensors` at `path`, one after the other."""
 
-    def __init__(self, path: Path, parameters: Sequence[Parameter], dtype: str) -> None:
+    def __init__(self, path: Path, tensors: Sequence[StoredTensor]) -> None:
         self.path = path
-        self._dtype = TORCH_DTYPES[dtype]
-        self._spans: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._spans: list[tuple[int, StoredTensor]] = []
         offset, entries = 0, {}
-        for parameter in parameters:
-            end = offset + math.prod(parameter.shape) * self._dtype.itemsize
-            entries[parameter.name] = {
-                "dtype": _SAFETENSORS_DTYPES[dtype],
-                "shape": parameter.shape,
+        for tensor in tensors:
+            end = offset + tensor.nbytes
+            entries[tensor.name] = {
+                "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+                "shape": tensor.shape,
                 "data_offsets": (offset, end),
             }
-            self._spans[parameter.name] = (offset, parameter.shape)
+            self._spans.append((offset, tensor))
             offset = end
         self._header = _header(entries)
         self.nbytes = len(self._header) + offset
@@ -52,7 +67,7 @@ class WeightsFile:
 
     @contextmanager
     def rewrite(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Writable views of every parameter; the file appears whole when the block ends well.
+        """Writable views of every tensor; the file appears whole when the block ends well.
 
         Call under the lock of `path`: remains of earlier tries are removed. Raises OSError; space is
         reserved first, since a full disk under a mapping would kill the process.
@@ -73,10 +88,10 @@ class WeightsFile:
 
     def _views(self, path: Path) -> Mapping[str, torch.Tensor]:
         whole = torch.from_file(str(path), shared=True, size=self.nbytes, dtype=torch.uint8)
-        data, width = whole[len(self._header) :], self._dtype.itemsize
+        data = whole[len(self._header) :]
         return {
-            name: data[offset : offset + math.prod(shape) * width].view(self._dtype).view(shape)
-            for name, (offset, shape) in self._spans.items()
+            tensor.name: data[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for offset, tensor in self._spans
         }
 
 

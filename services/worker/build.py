@@ -16,7 +16,7 @@ from checkpoint.config import ModelConfig
 from checkpoint.open import open_checkpoint
 from core import log
 from core.errors import ConfigError
-from core.kv import Fingerprint, KVLayout
+from core.kv import Fingerprint, KVLayout, parse_layers
 from core.settings import Settings
 from engine.block_pool import BlockPool
 from engine.device import resolve_device
@@ -242,7 +242,10 @@ def _max_model_len(config: ModelConfig, settings: Settings) -> int:
 
 def _layout(config: ModelConfig, settings: Settings, dtype: str) -> KVLayout:
     kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, settings.block_size, kv_dtype)
+    skipped = parse_layers(settings.kv_quant_skip_layers, config.num_layers)
+    return KVLayout(
+        config.num_layers, config.num_kv_heads, config.head_dim, settings.block_size, kv_dtype, skipped
+    )
 
 
 def _fingerprint(checkpoint: Checkpoint, layout: KVLayout, max_model_len: int) -> Fingerprint:
@@ -253,7 +256,7 @@ def _fingerprint(checkpoint: Checkpoint, layout: KVLayout, max_model_len: int) -
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         block_size=layout.block_size,
-        kv_dtype=layout.kv_dtype,
+        kv_dtype=layout.identity,
         rope=checkpoint.config.rope_description,
         max_model_len=max_model_len,
     )

@@ -54,23 +54,27 @@ def refuse(settings: Settings, layout: KVLayout, device: torch.device) -> None:
             "tiers hold blocks of pools in host memory, this worker's pool is on a GPU; leave out "
             "--host-cache-bytes, --disk-cache-dir and --redis-url, or use --device cpu"
         )
-    if layout.kv_dtype.startswith("fp8") and device.type != "cuda":
+    if device.type == "cuda" and layout.kv_dtype in ("int8", "k8v4"):
         raise ConfigError(
-            f"--kv-cache-dtype {layout.kv_dtype} needs a GPU, this worker runs on {device.type}; "
-            "use auto, fp32 or bf16"
+            f"--kv-cache-dtype {layout.kv_dtype} is for CPU workers, this one runs on a GPU; use auto, "
+            "fp8_e4m3 or fp8_e5m2, the same on all workers that exchange blocks"
+        )
+    if device.type == "cuda" and layout.skip_layers:
+        raise ConfigError(
+            "--kv-quant-skip-layers is for CPU workers, this one runs on a GPU; leave it out, on all "
+            "workers that exchange blocks"
         )
     if settings.tensor_parallel_size == 1:
         return
-    refused = {
-        "a GPU: --device cpu": device.type == "cuda",
-        "tiers: no --host-cache-bytes, --disk-cache-dir or --redis-url": bool(tiers),
-        "int8: --quantization none": settings.quantization != "none",
-        # Gloo sums the parts of a tensor in an order that follows from its size.
-        "the same sums in every batch: no --deterministic": settings.deterministic,
-    }
-    for what, is_wanted in refused.items():
+    cannot = (
+        (device.type == "cuda", "a GPU", "--device cpu"),
+        (tiers, "tiers", "no --host-cache-bytes, --disk-cache-dir or --redis-url"),
+        (settings.quantization != "none", "int8", "--quantization none"),
+        # Gloo adds the parts of a tensor in an order that follows from its size.
+        (settings.deterministic, "the same sums in every batch", "no --deterministic"),
+    )
+    for is_wanted, thing, remedy in cannot:
         if is_wanted:
-            thing, remedy = what.split(": ")
             raise ConfigError(
                 f"--tensor-parallel-size {settings.tensor_parallel_size} does not go with {thing}; "
                 f"use {remedy}, or --tensor-parallel-size 1"
@@ -163,7 +167,7 @@ def _graphs(model: Llama, cache: KVCache, limits: Limits) -> DecodeGraphs:
     width = -(-limits.max_model_len // limits.block_size)
     return DecodeGraphs(
         lambda batch: model.forward(batch, cache),
-        cache.pool.device,
+        cache.raw.device,
         graph_sizes(limits.max_num_seqs),
         width,
         model.config.vocab_size,

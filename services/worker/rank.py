@@ -48,7 +48,6 @@ def _serve(link: Link, order: Order, threads: int) -> None:
     import torch
 
     from checkpoint.open import open_checkpoint
-    from core.kv import KVLayout
     from engine import batch_bytes
     from engine.kernels.select import select_kernels
     from engine.kv_cache import KVCache
@@ -62,7 +61,7 @@ def _serve(link: Link, order: Order, threads: int) -> None:
 
     torch.set_num_threads(threads)
     settings, degree = order.settings, order.settings.tensor_parallel_size
-    layout = rank_layout(KVLayout(**order.kv_layout), degree)
+    layout = rank_layout(order.kv_layout, degree)
     cache_dir = os.path.expanduser(settings.cache_dir)
     checkpoint = open_checkpoint(settings.model)
     whole = load_weights(checkpoint, order.dtype, cache_dir, quantization=settings.quantization)

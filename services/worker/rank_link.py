@@ -18,11 +18,12 @@ import struct
 import time
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from core.errors import WorkerLost
+from core.kv import KVLayout
 from core.settings import Settings
 
 _HEAD = struct.Struct("<IB")
@@ -44,7 +45,7 @@ class Kind(IntEnum):
 
 
 class Order(BaseModel):
-    """What a rank needs to know to load its part. `kv_layout`: the fields of the whole model's KVLayout;
+    """What a rank needs to know to load its part. `kv_layout`: the whole model's;
     `port`: of the meeting."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,7 +53,7 @@ class Order(BaseModel):
     rank: int
     settings: Settings
     dtype: str
-    kv_layout: dict[str, Any]
+    kv_layout: KVLayout
     max_model_len: int
     port: int
 
@@ -85,8 +86,8 @@ class Link:
             raise WorkerLost(f"a tensor-parallel rank of this worker is gone ({error}); try again") from None
 
     def receive(self, timeout_s: float | None = None) -> Frame | None:
-        """The next frame; None at the end of the stream. Raises WorkerLost when none comes within `timeout_s`,
-        or half of one."""
+        """The next frame; None at the end of the stream. Raises WorkerLost when none comes within
+        `timeout_s`, or half of one."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._socket.settimeout(timeout_s)

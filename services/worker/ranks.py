@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 
 from core.errors import ConfigError
 from core.kv import KVLayout
@@ -45,7 +44,7 @@ class RankProcesses:
             rank=0,
             settings=settings.model_copy(update={"api_key": ""}),
             dtype=dtype,
-            kv_layout=asdict(layout),
+            kv_layout=layout,
             max_model_len=max_model_len,
             port=self._meeting.port,
         )

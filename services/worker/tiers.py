@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 from pathlib import Path
 
 from core.blocks import hash_blocks
@@ -16,6 +15,7 @@ from kvtransfer.region import Region
 from kvtransfer.store_policy import StorePolicy
 from kvtransfer.tier import Tier
 from kvtransfer.tier_stack import Held, TierStack, parse_order
+from planning.sources import FIRST_GUESS_TOKENS_PER_S
 from services.worker.kv_events import KVEventLog
 
 
@@ -63,7 +63,7 @@ class Lookups:
     @property
     def block_budget_s(self) -> float:
         """Seconds in which this worker computes one block; a tier that takes longer is not worth asking."""
-        return self._token_s() * self._fingerprint.block_size or inf
+        return (self._token_s() or 1 / FIRST_GUESS_TOKENS_PER_S) * self._fingerprint.block_size
 
     async def look_up(self, request_id: str, token_ids: Sequence[int], num_blocks: int, salt: str) -> int:
         """How many of the first `num_blocks` blocks the tiers hold; kept for `found`, until `forget`."""

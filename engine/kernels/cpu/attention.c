@@ -54,12 +54,14 @@ INLINE vi sees(int64_t token, int64_t position, int64_t window) {
     return (lane <= ahead) & (lane > behind);
 }
 
-/* scores[count][TILE] of rows from `row` on -> their weights, and s->keep. `factor` includes log2(e). */
+/* scores[count][TILE] of rows from `row` on -> their weights, and s->keep. `factor` includes log2(e). Scales of keys
+ * are applied to scores, those of values to weights: far fewer numbers, and the rest of the product is exact. */
 INLINE void weigh(Scratch *s, int64_t row, int64_t count, int64_t tile, int64_t window, float factor,
-                  const int pairs) {
+                  const int pairs, const int scaled) {
     for (int64_t i = 0; i < count; i++) {
         vf *scores = s->scores + i * (TILE / LANES);
         const int64_t position = s->positions[row + i];
+        if (scaled) UNROLL for (int t = 0; t < TILE / LANES; t++) scores[t] *= s->key_scales[t];
         if (tile + TILE - 1 > position || (window > 0 && tile <= position - window))
             for (int64_t t = 0; t < TILE / LANES; t++)
                 scores[t] = pick(sees(tile + t * LANES, position, window), scores[t], splat(LOWEST));
@@ -79,21 +81,22 @@ INLINE void weigh(Scratch *s, int64_t row, int64_t count, int64_t tile, int64_t 
             vf weight = exp2_each(scores[t] * factor - top);
             if (partly) weight = pick(sees(tile + t * LANES, position, window), weight, splat(0));
             total += weight;
+            if (scaled) weight *= s->value_scales[t];
             store(scores, t * LANES, weight, pairs);
         }
         s->totals[row + i] = total;
     }
 }
 
-/* One tile of tokens for the rows of a strip; only the first asks for the next tile. */
+/* One tile of tokens for the rows of a strip; only the first asks for the values of the next tile, if given. */
 INLINE void attend_strip(Scratch *s, const Tokens *next, int64_t row, int64_t count, int64_t tile, int64_t window,
-                         float factor, int64_t dim, const int pairs) {
+                         float factor, int64_t dim, const int pairs, const int scaled) {
     const int64_t words = pairs ? dim / 2 : dim, last = s->positions[row + count - 1];
     if (last < tile || (window > 0 && s->positions[row] - window >= tile + TILE - 1)) return;
     vf *scores = s->scores;
     for (int64_t i = 0; i < count; i += PANEL, scores += PANEL * TILE / LANES)
         score_shapes[pairs][least(count - i, PANEL)](s->queries + (row + i) * words, s->keys, scores, words);
-    weigh(s, row, count, tile, window, factor, pairs);
+    weigh(s, row, count, tile, window, factor, pairs, scaled);
     for (int64_t i = 0; i < count; i += PANEL) {
         const int64_t n = least(count - i, PANEL), seen = s->positions[row + i + n - 1] + 1 - tile;
         const int64_t tokens = least(seen < 0 ? 0 : seen, TILE);
@@ -102,29 +105,36 @@ INLINE void attend_strip(Scratch *s, const Tokens *next, int64_t row, int64_t co
             const int64_t left = (dim - d) / LANES, steps = (left + WIDE - 1) / WIDE;
             const int64_t wide = (left + steps - 1) / steps;
             mix_shapes[pairs][n][wide](s->acc + (row + i) * dim / LANES, s->keep + i, weights, s->value_rows, d,
-                                       pairs ? (tokens + 1) / 2 : tokens, dim, row + i == 0 ? next->v : 0);
+                                       pairs ? (tokens + 1) / 2 : tokens, dim, row + i == 0 && next ? next->v : 0);
             d += wide * LANES;
         }
     }
 }
 
 INLINE void attend(const Rows *rows, const Pool *pool, int64_t head, const int32_t *table, int64_t window, int bf16,
-                   const int pairs, const int kv_bf16) {
+                   const int pairs, const int scaled) {
     Scratch *s = &scratch;
-    const int64_t dim = pool->head_dim, words = pairs ? dim / 2 : dim;
+    const int64_t dim = pool->head_dim;
+    const int ask_late = pool->value_format == FP32 || pool->value_format == BF16;
     const float factor = 1.44269504f / __builtin_sqrtf((float)dim);
     take_queries(s, rows, dim, bf16, pairs);
     const int64_t end = s->positions[rows->count - 1] + 1;
     const int64_t first = window > 0 && s->positions[0] >= window ? s->positions[0] - window + 1 : 0;
     Tokens tokens[2];
     int64_t tile = first / TILE * TILE;
-    find_tokens(&tokens[0], pool, head, table, tile, first, end, kv_bf16);
+    find_tokens(&tokens[0], pool, head, table, tile, first, end);
     for (int now = 0; tile < end; tile += TILE, now = !now) {
-        find_tokens(&tokens[!now], pool, head, table, tile + TILE, first, end, kv_bf16);
-        pack_keys(s, &tokens[now], &tokens[!now], words, pairs, kv_bf16);
-        pack_values(s, &tokens[now], dim, pairs, kv_bf16);
+        const Tokens *here = &tokens[now], *next = &tokens[!now];
+        find_tokens(&tokens[!now], pool, head, table, tile + TILE, first, end);
+        key_packers[pairs][pool->key_format](s, here, next, dim);
+        value_packers[pairs][pool->value_format](s, here, next, dim);
+        if (scaled) {
+            take_scales(s->key_scales, here->key_scales, tile, first, end);
+            take_scales(s->value_scales, here->value_scales, tile, first, end);
+        }
         for (int64_t row = 0; row < rows->count; row += STRIP)
-            attend_strip(s, &tokens[!now], row, least(rows->count - row, STRIP), tile, window, factor, dim, pairs);
+            attend_strip(s, ask_late ? next : 0, row, least(rows->count - row, STRIP), tile, window, factor, dim,
+                         pairs, scaled);
     }
     store_rows(s, rows, dim, bf16);
 }
@@ -138,8 +148,9 @@ INLINE int64_t tasks_of(int64_t tokens, int64_t group, int64_t num_kv) {
  * window - 1 tokens before it, all of them with a window of 0. */
 void baton_attention(const void *qkv, void *out, const int32_t *row_starts, const int32_t *kv_lens,
                      const int32_t *tables, int64_t table_width, int64_t num_seqs, int64_t num_heads,
-                     const Pool *pool, int64_t window, int bf16, int kv_bf16) {
+                     const Pool *pool, int64_t window, int bf16) {
     const int64_t num_kv = pool->num_kv_heads, group = num_heads / num_kv, dim = pool->head_dim;
+    const int pairs = bf16 && pool->key_format != FP32, scaled = pool->key_format == INT8;
     const int64_t qkv_stride = (num_heads + 2 * num_kv) * dim, out_stride = num_heads * dim;
     int64_t num_tasks = 0;
     for (int64_t i = 0; i < num_seqs; i++) num_tasks += tasks_of(row_starts[i + 1] - row_starts[i], group, num_kv);
@@ -153,8 +164,9 @@ void baton_attention(const void *qkv, void *out, const int32_t *row_starts, cons
                            at(out, row * out_stride + head * group * dim, bf16),
                            first, least(count, ROWS), group, qkv_stride, out_stride, kv_lens[seq] - tokens};
         const int32_t *table = tables + seq * table_width;
-        if (bf16 && kv_bf16) attend(&rows, pool, head, table, window, 1, 1, 1);
-        else if (kv_bf16) attend(&rows, pool, head, table, window, 0, 0, 1);
+        if (pairs && scaled) attend(&rows, pool, head, table, window, 1, 1, 1);
+        else if (pairs) attend(&rows, pool, head, table, window, 1, 1, 0);
+        else if (scaled) attend(&rows, pool, head, table, window, 0, 0, 1);
         else attend(&rows, pool, head, table, window, bf16, 0, 0);
     }
 }

@@ -25,63 +25,111 @@ typedef struct {
     int32_t positions[ROWS];                   /* of the row's token */
     uint32_t queries[ROWS * MAX_HEAD_DIM];     /* [panel][word of the head][row of the panel] */
     const void *value_rows[TILE];              /* for each word of the tile, its dims */
+    vf key_scales[TILE / LANES], value_scales[TILE / LANES]; /* of scaled formats; 0 for tokens not read */
 } Scratch;
 
-/* Where K and V of a tile's tokens are, zeros for tokens that must not be read. */
+/* Where K and V of a tile's tokens are, zeros for tokens that must not be read, and scales and zeros of runs of 8. */
 typedef struct {
     const void *k[TILE], *v[TILE];
+    const void *key_scales[TILE / 8], *value_scales[TILE / 8];
+    const uint8_t *value_zeros[TILE / 8];
 } Tokens;
 
 static const float zeros[MAX_HEAD_DIM];
 
 /* The tokens from `tile` on of which those in [first, end) count; only their blocks are looked up. */
 INLINE void find_tokens(Tokens *tokens, const Pool *pool, int64_t head, const int32_t *table, int64_t tile,
-                        int64_t first, int64_t end, const int kv_bf16) {
-    const int64_t v_ahead = pool->block_size * pool->head_dim;
+                        int64_t first, int64_t end) {
     for (int64_t i = 0; i < TILE; i += 8) { /* runs of 8 never cross a block */
-        const int64_t token = tile + i;
-        int64_t row = 0;
-        if (token + 8 > first && token < end)
-            row = row_of(pool, table[token / pool->block_size], head, token % pool->block_size);
-        for (int64_t j = 0; j < 8; j++, row += pool->head_dim) {
+        const int64_t token = tile + i, offset = token % pool->block_size;
+        const int any = token + 8 > first && token < end;
+        const int32_t block = any ? table[token / pool->block_size] : 0;
+        const Run keys = run_of(pool, block, head, 0), values = run_of(pool, block, head, 1);
+        tokens->key_scales[i / 8] = any ? (const void *)(keys.scales + 2 * offset) : zeros;
+        tokens->value_scales[i / 8] = any ? (const void *)(values.scales + 2 * offset) : zeros;
+        tokens->value_zeros[i / 8] = any ? (const void *)(values.zeros + offset) : zeros;
+        for (int64_t j = 0; j < 8; j++) {
             const int counts = token + j >= first && token + j < end;
-            tokens->k[i + j] = counts ? at(pool->layer, row, kv_bf16) : zeros;
-            tokens->v[i + j] = counts ? at(pool->layer, row + v_ahead, kv_bf16) : zeros;
+            tokens->k[i + j] = counts ? (const void *)(keys.numbers + (offset + j) * keys.token_nbytes) : zeros;
+            tokens->v[i + j] = counts ? (const void *)(values.numbers + (offset + j) * values.token_nbytes) : zeros;
         }
     }
 }
 
+/* The scales of a tile's tokens in [first, end), 0 for others. */
+INLINE void take_scales(vf *to, const void *const *runs, int64_t tile, int64_t first, int64_t end) {
+    uint16_t scales[TILE];
+    vi lane;
+    UNROLL for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int64_t i = 0; i < TILE; i += 8) memcpy(scales + i, runs[i / 8], 16);
+    for (int64_t t = 0; t < TILE; t += LANES) {
+        const int32_t from = (int32_t)(first - tile - t), until = (int32_t)(end - tile - t);
+        to[t / LANES] = pick((lane >= from) & (lane < until), load(scales, t, 1), splat(0));
+    }
+}
+
+#define PACK_PARAMETERS Scratch *s, const Tokens *tokens, const Tokens *next, int64_t dim
+#define ASK_FOR(p, i, format) __builtin_prefetch((const char *)(p) + numbers_nbytes(i, format), 0, 2)
+
 /* Transposes the keys; asks for those of the next tile meanwhile: each block's layer is a short run somewhere in the
  * pool, so that otherwise every one would start with a cache miss. */
-INLINE void pack_keys(Scratch *s, const Tokens *tokens, const Tokens *next, int64_t words, const int pairs,
-                      const int kv_bf16) {
-    const int widen = kv_bf16 && !pairs;
+INLINE void pack_keys(PACK_PARAMETERS, const int pairs, const int format) {
+    const int64_t words = pairs ? dim / 2 : dim;
     for (int64_t t = 0; t < TILE; t += LANES)
         for (int64_t w = 0; w < words; w += LANES) {
             const int64_t from = w + LANES <= words ? w : words - LANES; /* the last step may do some again */
             vf v[LANES];
             UNROLL for (int i = 0; i < LANES; i++) {
-                v[i] = load(tokens->k[t + i], from, widen);
-                __builtin_prefetch(at(next->k[t + i], from, widen), 0, 2);
+                v[i] = pairs ? load_pairs(tokens->k[t + i], from, format) : load_numbers(tokens->k[t + i], from, format);
+                ASK_FOR(next->k[t + i], pairs ? 2 * from : from, format);
             }
             transpose(v);
             UNROLL for (int i = 0; i < LANES; i++) s->keys[((from + i) * TILE + t) / LANES] = v[i];
         }
 }
 
-/* fp32 values stay where they are; others are widened, or interleaved two tokens at a time. */
-INLINE void pack_values(Scratch *s, const Tokens *tokens, int64_t dim, const int pairs, const int kv_bf16) {
+/* fp32 values stay where they are; others are widened, or interleaved two tokens at a time. Those of 8 or 4 bits of
+ * the next tile are asked for here, others while values are multiplied. */
+INLINE void pack_values(PACK_PARAMETERS, const int pairs, const int format) {
     for (int64_t t = 0; t < TILE; t += pairs ? 2 : 1) {
         vf *to = &s->values[(pairs ? t / 2 : t) * dim / LANES];
-        s->value_rows[pairs ? t / 2 : t] = kv_bf16 ? to : tokens->v[t];
-        if (!kv_bf16) continue;
+        s->value_rows[pairs ? t / 2 : t] = format == FP32 ? tokens->v[t] : to;
+        if (format == FP32) continue;
+        const float zero = format == INT4 ? tokens->value_zeros[t / 8][t % 8] : 0;
+        const float odd_zero = pairs && format == INT4 ? tokens->value_zeros[t / 8][t % 8 + 1] : 0;
         for (int64_t d = 0; d < dim; d += LANES) {
-            vf even = load(tokens->v[t], d, 1);
-            if (pairs) even = (vf)((vu)load(tokens->v[t + 1], d, 1) | (vu)even >> 16);
+            if (format != BF16) ASK_FOR(next->v[t], d, format);
+            if (format != BF16 && pairs) ASK_FOR(next->v[t + 1], d, format);
+            vf even = load_numbers(tokens->v[t], d, format) - zero;
+            if (pairs) even = pair(even, load_numbers(tokens->v[t + 1], d, format) - odd_zero);
             to[d / LANES] = even;
         }
     }
 }
+
+/* [pairs][format], called through tables: each is short, and all of them inlined would not be. */
+#define PACK(name, format)                                                                                      \
+    static void keys_##name(PACK_PARAMETERS) { pack_keys(s, tokens, next, dim, 0, format); }                     \
+    static void keys_##name##_pairs(PACK_PARAMETERS) { pack_keys(s, tokens, next, dim, 1, format); }             \
+    static void values_##name(PACK_PARAMETERS) { pack_values(s, tokens, next, dim, 0, format); }                 \
+    static void values_##name##_pairs(PACK_PARAMETERS) { pack_values(s, tokens, next, dim, 1, format); }
+PACK(bf16, BF16)
+PACK(e4m3, E4M3)
+PACK(e5m2, E5M2)
+PACK(int8, INT8)
+static void keys_fp32(PACK_PARAMETERS) { pack_keys(s, tokens, next, dim, 0, FP32); }
+static void values_fp32(PACK_PARAMETERS) { pack_values(s, tokens, next, dim, 0, FP32); }
+static void values_int4(PACK_PARAMETERS) { pack_values(s, tokens, next, dim, 0, INT4); }
+static void values_int4_pairs(PACK_PARAMETERS) { pack_values(s, tokens, next, dim, 1, INT4); }
+
+static void (*const key_packers[2][NUM_FORMATS])(PACK_PARAMETERS) = {
+    {keys_fp32, keys_bf16, keys_e4m3, keys_e5m2, keys_int8, 0},
+    {0, keys_bf16_pairs, keys_e4m3_pairs, keys_e5m2_pairs, keys_int8_pairs, 0},
+};
+static void (*const value_packers[2][NUM_FORMATS])(PACK_PARAMETERS) = {
+    {values_fp32, values_bf16, values_e4m3, values_e5m2, values_int8, values_int4},
+    {0, values_bf16_pairs, values_e4m3_pairs, values_e5m2_pairs, values_int8_pairs, values_int4_pairs},
+};
 
 #define SCORE_PARAMETERS const uint32_t *queries, const vf *keys, vf *scores, int64_t words
 #define MIX_PARAMETERS vf *acc, const float *keep, const uint32_t *weights, const void *const *values, int64_t d, \

@@ -52,12 +52,12 @@ INLINE vi dot_fours(vi s, vi w, vi x) {
 #endif
 }
 
-/* Rows of x as int8; scales and offsets: [m][groups]. A group's part of y is scale * (sum of products - offset),
- * which takes the 128 of w out again. */
+/* Rows of x as int8; scales and starts: [m][groups]. A group's part of y is scale * (start + sum of products); the
+ * start takes the 128 of w out again. */
 typedef struct {
     int8_t *numbers;
     float *scales;
-    int32_t *offsets;
+    int32_t *starts;
 } Quantized;
 
 INLINE vi larger(vi a, vi b) { return (vi)pick(a > b, (vf)a, (vf)b); }
@@ -70,7 +70,7 @@ INLINE vi exchanged(vi v, const int distance) {
 }
 
 /* A group with NaN or an infinity in it gets such a scale, and with it results that are not finite either. */
-INLINE void quantize_group(const void *x, int64_t first, int64_t count, int8_t *numbers, float *scale, int32_t *offset,
+INLINE void quantize_group(const void *x, int64_t first, int64_t count, int8_t *numbers, float *scale, int32_t *start,
                            const int bf16) {
     vi top = {0}, sums = {0};
     /* Compared as integers, magnitudes have the same order, and NaN is the highest. */
@@ -89,14 +89,14 @@ INLINE void quantize_group(const void *x, int64_t first, int64_t count, int8_t *
     }
     UNROLL for (int distance = LANES / 2; distance; distance /= 2) sums += exchanged(sums, distance);
     *scale = magnitude / 127.0f;
-    *offset = 128 * sums[0];
+    *start = -128 * sums[0];
 }
 
 INLINE void quantize_row(const void *x, Quantized to, int64_t row, int64_t k, const int bf16) {
     const int64_t groups = (k + GROUP - 1) / GROUP;
     for (int64_t g = 0; g < groups; g++) {
         const int64_t first = g * GROUP, count = k - first < GROUP ? k - first : GROUP, at = row * groups + g;
-        quantize_group(x, first, count, to.numbers + row * k + first, to.scales + at, to.offsets + at, bf16);
+        quantize_group(x, first, count, to.numbers + row * k + first, to.scales + at, to.starts + at, bf16);
     }
 }
 
@@ -122,7 +122,7 @@ INLINE void panel_tile(Quantized x, int64_t row, const uint8_t *w, int64_t k, vf
         const int64_t at = row * groups + g;
         vi sums[ROWS * VECTORS];
         UNROLL for (int r = 0; r < M; r++)
-            UNROLL for (int v = 0; v < VECTORS; v++) sums[r * VECTORS + v] = -x.offsets[at + r * groups] - (vi){0};
+            UNROLL for (int v = 0; v < VECTORS; v++) sums[r * VECTORS + v] = x.starts[at + r * groups] - (vi){0};
         for (int64_t i = first; i < end; i += 4, w += 4 * PANEL) {
             vi b[VECTORS];
             UNROLL for (int v = 0; v < VECTORS; v++) memcpy(&b[v], w + 4 * LANES * v, sizeof(vi));

@@ -17,33 +17,50 @@ INLINE void rotate_head(void *head, const float *cos_sin, int64_t half, const in
     }
 }
 
-INLINE void copy_head(const void *from, const Pool *pool, int64_t row, const int bf16, const int kv_bf16) {
-    for (int64_t i = 0; i < pool->head_dim; i += LANES) store(pool->layer, row + i, load(from, i, bf16), kv_bf16);
-}
-
-INLINE void rope_and_store_row(void *qkv, const float *cos_sin, int64_t slot, int64_t num_heads, const Pool *pool,
-                               const int bf16, const int kv_bf16) {
+/* One token's k and v. A function for each format, called through a table. */
+#define STORE_PARAMETERS const char *qkv, int64_t slot, int64_t num_heads, const Pool *pool, int bf16
+INLINE void store_token(STORE_PARAMETERS, const int keys, const int values) {
     const int64_t dim = pool->head_dim, num_kv = pool->num_kv_heads;
-    for (int64_t h = 0; h < num_heads + num_kv; h++)
-        rotate_head(at(qkv, h * dim, bf16), cos_sin, dim / 2, bf16);
-    for (int64_t h = 0; h < num_kv; h++) {
-        int64_t row = row_of(pool, slot / pool->block_size, h, slot % pool->block_size);
-        copy_head(at(qkv, (num_heads + h) * dim, bf16), pool, row, bf16, kv_bf16);
-        copy_head(at(qkv, (num_heads + num_kv + h) * dim, bf16), pool, row + pool->block_size * dim, bf16, kv_bf16);
+    const int64_t block = slot / pool->block_size, offset = slot % pool->block_size;
+    for (int64_t h = 0; h < 2 * num_kv; h++) {
+        const int is_value = h >= num_kv;
+        const void *from = at(qkv, (num_heads + h) * dim, bf16);
+        const Run run = run_of(pool, block, h % num_kv, is_value);
+        char *numbers = run.numbers + offset * run.token_nbytes, *scale = run.scales + 2 * offset;
+        if (is_value) put_numbers(from, dim, numbers, scale, run.zeros + offset, bf16, values);
+        else put_numbers(from, dim, numbers, scale, 0, bf16, keys);
     }
 }
 
+#define STORE(name, keys, values)                                                  \
+    static void store_##name(STORE_PARAMETERS) {                                   \
+        if (bf16) store_token(qkv, slot, num_heads, pool, 1, keys, values);        \
+        else store_token(qkv, slot, num_heads, pool, 0, keys, values);             \
+    }
+STORE(fp32, FP32, FP32)
+STORE(bf16, BF16, BF16)
+STORE(e4m3, E4M3, E4M3)
+STORE(e5m2, E5M2, E5M2)
+STORE(int8, INT8, INT8)
+STORE(k8v4, INT8, INT4)
+
+/* By the format of values, which no two KV dtypes share. */
+static void (*const stores[NUM_FORMATS])(STORE_PARAMETERS) = {store_fp32, store_bf16, store_e4m3,
+                                                              store_e5m2, store_int8, store_k8v4};
+
 /* qkv[rows, (num_heads + 2 * num_kv_heads) * head_dim]; rope[position] = head_dim / 2 cosines, then sines. */
 void baton_rope_and_store(void *qkv, const float *rope, const int64_t *positions, const int64_t *slots, int64_t rows,
-                          int64_t num_heads, const Pool *pool, int bf16, int kv_bf16) {
-    const int64_t width = (num_heads + 2 * pool->num_kv_heads) * pool->head_dim;
+                          int64_t num_heads, const Pool *pool, int bf16) {
+    const int64_t dim = pool->head_dim, num_rotated = num_heads + pool->num_kv_heads;
+    const int64_t width = (num_rotated + pool->num_kv_heads) * dim;
 #pragma omp parallel for schedule(static) if (rows > 32)
     for (int64_t r = 0; r < rows; r++) {
-        void *row = at(qkv, r * width, bf16);
-        const float *cos_sin = rope + positions[r] * pool->head_dim;
-        if (bf16 && kv_bf16) rope_and_store_row(row, cos_sin, slots[r], num_heads, pool, 1, 1);
-        else if (bf16) rope_and_store_row(row, cos_sin, slots[r], num_heads, pool, 1, 0);
-        else if (kv_bf16) rope_and_store_row(row, cos_sin, slots[r], num_heads, pool, 0, 1);
-        else rope_and_store_row(row, cos_sin, slots[r], num_heads, pool, 0, 0);
+        char *row = at(qkv, r * width, bf16);
+        const float *cos_sin = rope + positions[r] * dim;
+        for (int64_t h = 0; h < num_rotated; h++) {
+            if (bf16) rotate_head(at(row, h * dim, 1), cos_sin, dim / 2, 1);
+            else rotate_head(at(row, h * dim, 0), cos_sin, dim / 2, 0);
+        }
+        stores[pool->value_format](row, slots[r], num_heads, pool, bf16);
     }
 }

@@ -1,0 +1,136 @@
+/* Numbers as the pool stores them, one token of one head at a time: engine/kv_numbers.py in C.
+ *
+ * A constant named format is one of the enum below. Widened numbers are exact also in bf16 unless they are FP32;
+ * those of scaled formats are the integers, for callers to multiply by the token's scale.
+ */
+#ifndef BATON_KV_NUMBERS_H
+#define BATON_KV_NUMBERS_H
+
+#include "vectors.h"
+
+enum { FP32, BF16, E4M3, E5M2, INT8, INT4, NUM_FORMATS };
+
+typedef uint8_t vb __attribute__((vector_size(LANES)));
+
+INLINE int64_t numbers_nbytes(int64_t count, int64_t format) {
+    return format == FP32 ? 4 * count : format == BF16 ? 2 * count : format == INT4 ? count / 2 : count;
+}
+
+/* Numbers from their codes, the low 8 bits (of 4-bit codes the low 4) of each lane; no others are set. */
+INLINE vf widen(vu code, const int format) {
+    if (format == INT8) return __builtin_convertvector((vi)(code << 24) >> 24, vf);
+    if (format == INT4) return __builtin_convertvector((vi)code, vf);
+    const int mantissa = format == E4M3 ? 3 : 2, bias = format == E4M3 ? 7 : 15;
+    const vu size = code & 0x7f, sign = (code & 0x80) << 24;
+    const float smallest = format == E4M3 ? 0x1p-9f : 0x1p-16f;
+    const vf subnormal = __builtin_convertvector((vi)size, vf) * smallest;
+    vf x = (vf)((size << (23 - mantissa)) + ((127u - (uint32_t)bias) << 23));
+    x = pick((vi)size < (1 << mantissa), subnormal, x);
+    if (format == E4M3) x = pick((vi)size == 0x7f, splat(__builtin_nanf("")), x);
+    else x = pick((vi)size >= 0x7c, (vf)(size << 21 | 0x7f800000u), x);
+    return (vf)((vu)x | sign);
+}
+
+/* LANES numbers of a token from its number i on, a multiple of LANES. */
+INLINE vf load_numbers(const void *p, int64_t i, const int format) {
+    if (format == FP32 || format == BF16) return load(p, i, format == BF16);
+    vb codes;
+    if (format == INT4) {
+        uint64_t eight; /* 16 numbers: the first 8 in the low halves */
+        memcpy(&eight, (const char *)p + i / 16 * 8, 8);
+        uint64_t halves[2] = {eight & 0x0f0f0f0f0f0f0f0full, eight >> 4 & 0x0f0f0f0f0f0f0f0full};
+        memcpy(&codes, halves + i % 16 / 8, sizeof codes);
+    } else {
+        memcpy(&codes, (const char *)p + i, sizeof codes);
+    }
+    return widen(__builtin_convertvector(codes, vu), format);
+}
+
+/* Two vectors of fp32 numbers that are exact in bf16, as pairs of bf16 numbers. */
+INLINE vf pair(vf low, vf high) { return (vf)((vu)low >> 16 | ((vu)high & 0xffff0000u)); }
+
+/* LANES pairs of neighbouring numbers from pair w on, in bf16. */
+INLINE vf load_pairs(const void *p, int64_t w, const int format) {
+    if (format == BF16) return load(p, w, 0);
+    vh both;
+    memcpy(&both, (const char *)p + 2 * w, sizeof both);
+    const vu codes = __builtin_convertvector(both, vu);
+    return pair(widen(codes & 0xff, format), widen(codes >> 8, format));
+}
+
+INLINE vf least_of(vf a, float b) { return -higher(-a, splat(-b)); }
+
+/* The 8-bit code of each number, rounded to nearest even, NaN for NaN; beyond the largest number that one. */
+INLINE vu narrow(vf x, const int format) {
+    const int mantissa = format == E4M3 ? 3 : 2, bias = format == E4M3 ? 7 : 15, shift = 23 - mantissa;
+    const vf size = least_of((vf)((vu)x & 0x7fffffffu), format == E4M3 ? 448.0f : 57344.0f);
+    const vu bits = (vu)size, sign = (vu)x >> 24 & 0x80;
+    vu normal = (bits + ((1u << (shift - 1)) - 1) + (bits >> shift & 1)) >> shift;
+    normal -= (127u - (uint32_t)bias) << mantissa;
+    /* Added to this power of two, a subnormal's rounded integer is the sum's last bits. */
+    const vu subnormal = (vu)(size + (format == E4M3 ? 0x1p14f : 0x1p7f)) & 0xf;
+    vf code = pick(size < (format == E4M3 ? 0x1p-6f : 0x1p-14f), (vf)subnormal, (vf)normal);
+    return (vu)pick(x == x, (vf)((vu)code | sign), (vf)((vu){0} + 0x7f));
+}
+
+/* Rounded to nearest even, for numbers below 2^22. */
+INLINE vf nearest(vf x) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23 */
+    return x + magic - magic;
+}
+
+INLINE void store_codes(void *to, int64_t i, vu codes) {
+    const vb bytes = __builtin_convertvector(codes, vb);
+    memcpy((char *)to + i, &bytes, sizeof bytes);
+}
+
+/* Stores width / levels as bf16 and returns its reciprocal; 0 for a token that counts as zeros or is not finite. */
+INLINE float put_scale(void *scale, float width, float levels, int finite) {
+    store_one(scale, 0, !finite ? __builtin_nanf("") : width <= 1e-30f ? 0 : width / levels, 1);
+    const float stored = load_one(scale, 0, 1);
+    return finite && stored != 0 ? 1.0f / stored : 0;
+}
+
+INLINE vf clamped(vf x, float least, float most) { return least_of(higher(x, splat(least)), most); }
+
+/* `count` numbers of a token, a multiple of 16, into the pool; `from` is fp32 or bf16. */
+INLINE void put_numbers(const void *from, int64_t count, void *numbers, void *scale, void *zero, const int bf16,
+                        const int format) {
+    if (format == FP32 || format == BF16) {
+        for (int64_t i = 0; i < count; i += LANES) store(numbers, i, load(from, i, bf16), format == BF16);
+        return;
+    }
+    if (format == E4M3 || format == E5M2) {
+        for (int64_t i = 0; i < count; i += LANES) store_codes(numbers, i, narrow(load(from, i, bf16), format));
+        return;
+    }
+    vf top = splat(0), bottom = splat(0), check = splat(0);
+    for (int64_t i = 0; i < count; i += LANES) {
+        const vf x = load(from, i, bf16);
+        top = higher(x, top), bottom = higher(-x, bottom), check += x - x;
+    }
+    const float high = highest(top), low = highest(bottom);
+    const int finite = sum(check) == 0;
+    if (format == INT8) {
+        const float inverse = put_scale(scale, high > low ? high : low, 127.0f, finite);
+        for (int64_t i = 0; i < count; i += LANES) {
+            const vf steps = finite ? clamped(nearest(load(from, i, bf16) * inverse), -127, 127) : splat(0);
+            store_codes(numbers, i, (vu)__builtin_convertvector(steps, vi));
+        }
+        return;
+    }
+    const float inverse = put_scale(scale, low + high, 15.0f, finite);
+    const float middle = finite ? clamped(nearest(splat(low * inverse)), 0, 15)[0] : 0;
+    *(uint8_t *)zero = (uint8_t)middle;
+    for (int64_t i = 0; i < count; i += 16) {
+        uint64_t halves[2];
+        for (int64_t j = 0; j < 16; j += LANES) {
+            const vf steps = finite ? clamped(nearest(load(from, i + j, bf16) * inverse) + middle, 0, 15) : splat(0);
+            store_codes(halves, j, (vu)__builtin_convertvector(steps, vi));
+        }
+        const uint64_t both = halves[0] | halves[1] << 4;
+        memcpy((char *)numbers + i / 2, &both, 8);
+    }
+}
+
+#endif
