@@ -82,10 +82,10 @@ class Engine:
                 scheduler.abort(request_id, index)
                 if index is None:
                     self._prompt_logprobs.pop(request_id, None)
-            case BlocksArrived(request_id, count, from_store):
-                scheduler.blocks_arrived(request_id, count, from_store)
-            case LoadFinished(request_id, report):
-                scheduler.load_finished(request_id, report)
+            case BlocksArrived(load_id, count, from_store):
+                scheduler.blocks_arrived(load_id, count, from_store)
+            case LoadFinished(load_id, report):
+                scheduler.load_finished(load_id, report)
             case Quiet(block_ids):
                 scheduler.pool.quiet(block_ids)
 
@@ -157,13 +157,15 @@ class Engine:
             self._emit([failed])
 
     def _measure(self, plan: StepPlan, took: float) -> None:
-        """Moving averages over the last ten steps or so of each kind."""
+        """Moving averages over the last ten steps or so of each kind. Of a step with few tokens most is
+        reading weights, so it says less about a long prompt."""
         num_tokens = sum(chunk.count for chunk in plan.chunks)
         if num_tokens == len(plan.chunks):
             self.decode_step_s += 0.2 * (took - self.decode_step_s) if self.decode_step_s else took
         else:
             each = took / num_tokens
-            self.prefill_token_s += 0.2 * (each - self.prefill_token_s) if self.prefill_token_s else each
+            weight = 0.2 * min(1.0, num_tokens / self.scheduler.limits.max_num_batched_tokens)
+            self.prefill_token_s += weight * (each - self.prefill_token_s) if self.prefill_token_s else each
 
     # ---- run
 

@@ -46,7 +46,7 @@ class BlocksArrived:
     `from_store`: the first so many came out of tiers, which hold them already.
     """
 
-    request_id: str
+    load_id: str
     count: int
     from_store: int = 0
 
@@ -76,7 +76,7 @@ class LoadReport:
 class LoadFinished:
     """This load is over, well or badly; nothing but `report.unquiet` is in flight any more."""
 
-    request_id: str
+    load_id: str
     report: LoadReport
 
 
@@ -92,11 +92,13 @@ Command = Add | AddPrefill | Abort | BlocksArrived | LoadFinished | Quiet
 class LoadOrdered:
     """Bring blocks `first_block ...` of a request or job, with these hashes, into `block_ids`.
 
-    From where, and whether it pays at all, is for the taker of the order to decide. `parked`: it was
+    From where, and whether it pays at all, is for the taker of the order to decide. `load_id` is the
+    sequence's, since each choice of a request may load for itself. `parked`: it was
     preempted since it came, and what it had computed was parked. Answer with
     BlocksArrived and exactly one LoadFinished, also after LoadCancelled.
     """
 
+    load_id: str
     request_id: str
     first_block: int
     block_ids: tuple[int, ...]
@@ -106,7 +108,7 @@ class LoadOrdered:
 
 @dataclass(frozen=True, slots=True)
 class LoadCancelled:
-    request_id: str
+    load_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,22 +97,22 @@ class Scheduler:
             if seq.state is State.LOADING:
                 if not seq.aborted:
                     seq.aborted = True
-                    self._pending.append(LoadCancelled(request_id))
+                    self._pending.append(LoadCancelled(seq.seq_id))
                 continue
             (self.waiting if seq.state is State.WAITING else self.running).remove(seq)
             self._finish(seq)
 
-    def blocks_arrived(self, request_id: str, count: int, from_store: int) -> None:
+    def blocks_arrived(self, load_id: str, count: int, from_store: int) -> None:
         """The first `count` blocks of a running load are verified and may be shared."""
-        seq = self.loading.get(request_id)
+        seq = self.loading.get(load_id)
         if seq is not None and not seq.aborted:
             self._pager.mark_arrived(seq, count, from_store)
             if seq.is_prefill_job:
                 self._pending += self._publish(seq, self._clock())
 
-    def load_finished(self, request_id: str, report: LoadReport) -> None:
+    def load_finished(self, load_id: str, report: LoadReport) -> None:
         """A load is over: the sequence computes whatever did not arrive."""
-        seq = self.loading.pop(request_id, None)
+        seq = self.loading.pop(load_id, None)
         if seq is None:
             return
         if not seq.aborted:
@@ -126,7 +126,8 @@ class Scheduler:
         elif seq.is_prefill_job:
             self._pending += self._start_job(seq, self._clock())
         else:
-            self.reports[request_id] = report
+            if seq.num_output == 0:
+                self.reports[seq.request_id] = report
             self._run(seq)
 
     # ---- one step
@@ -253,9 +254,10 @@ class Scheduler:
         if until <= num_cached:
             return False
         seq.state, seq.load_first = State.LOADING, num_cached
-        self.loading[seq.request_id] = seq
+        self.loading[seq.seq_id] = seq
         plan.events.append(
             LoadOrdered(
+                seq.seq_id,
                 seq.request_id,
                 num_cached,
                 tuple(seq.block_table[num_cached:until]),

@@ -77,7 +77,7 @@ class Load:
             return None
         begin = order.first_block
         return Ask(
-            order.request_id,
+            order.load_id,
             self.target,
             request.prompt_token_ids[: (begin + until) * self._block_size],
             request.cache_salt,

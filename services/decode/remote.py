@@ -32,7 +32,7 @@ class Ask:
     `token_ids` fill all blocks from 0 up to the last one asked for.
     """
 
-    request_id: str
+    load_id: str
     target: PrefillTarget
     token_ids: tuple[int, ...]
     cache_salt: str
@@ -79,7 +79,7 @@ class PrefillSource:
     async def _run(self, ask: Ask, brought: Brought, moved: Callable[[], None]) -> None:
         peer = await self._peers.connect(ask.target)
         mine = f"{self._host.worker_id}:{self._host.incarnation}"
-        transfer_id = f"{mine}:{ask.request_id}:{ask.first_block}"
+        transfer_id = f"{mine}:{ask.load_id}:{ask.first_block}"
         lease = LeaseView(monotonic)
         sent_at = monotonic()
         call = peer.stub.Run(
@@ -149,7 +149,7 @@ class PrefillSource:
         if at != brought.blocks or len(local_ids) != len(ready.block_ids):
             raise SourceFailed(f"{ask.target.worker_id} announced blocks out of order")
         stats = await self._puller.pull(
-            peer, list(ready.block_ids), local_ids, list(ready.checksums), lease, ask.request_id
+            peer, list(ready.block_ids), local_ids, list(ready.checksums), lease, ask.load_id
         )
         brought.blocks += len(local_ids)
         brought.nbytes += stats.nbytes

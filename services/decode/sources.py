@@ -75,10 +75,10 @@ class Loader:
             size = self._host.built.fingerprint.block_size
             load = Load(event, self._requests.get(event.request_id), size)
             task = asyncio.create_task(self._load(load))
-            self._tasks[event.request_id] = task
+            self._tasks[event.load_id] = task
             # A callback, since a task that is cancelled before its first turn never enters its body.
             task.add_done_callback(lambda _: self._finish(load))
-        elif isinstance(event, LoadCancelled) and (task := self._tasks.get(event.request_id)):
+        elif isinstance(event, LoadCancelled) and (task := self._tasks.get(event.load_id)):
             task.cancel()
 
     async def close(self) -> None:
@@ -162,7 +162,7 @@ class Loader:
                 break
 
     def _moved(self, load: Load) -> None:
-        arrived = BlocksArrived(load.order.request_id, load.arrived, load.num_from_tiers)
+        arrived = BlocksArrived(load.order.load_id, load.arrived, load.num_from_tiers)
         self._host.built.loop.submit(arrived)
 
     def _failed(self, load: Load, error: SourceFailed) -> None:
@@ -174,10 +174,10 @@ class Loader:
     def _finish(self, load: Load) -> None:
         """However the load ended, the engine hears of it once, with the blocks that are not quiet yet."""
         order = load.order
-        self._tasks.pop(order.request_id, None)
-        quiet = set(self._ledger.release(order.request_id, order.block_ids))
+        self._tasks.pop(order.load_id, None)
+        quiet = set(self._ledger.release(order.load_id, order.block_ids))
         unquiet = tuple(block_id for block_id in order.block_ids if block_id not in quiet)
-        self._host.built.loop.submit(LoadFinished(order.request_id, load.report(unquiet)))
+        self._host.built.loop.submit(LoadFinished(order.load_id, load.report(unquiet)))
         self._host.metrics.loaded(load.label)
         for part in (load.brought, load.gap):
             if part.nbytes:

@@ -45,10 +45,11 @@ class Hub:
 
     def _dispatch(self, events: list[Event]) -> None:
         for event in events:
-            key = event.job_id if isinstance(event, (JobStarted, BlocksBuilt)) else event.request_id
-            handler = self._handlers.get(key)
             if isinstance(event, (LoadOrdered, LoadCancelled)):
                 handler = self.on_load
+            else:
+                is_job = isinstance(event, (JobStarted, BlocksBuilt))
+                handler = self._handlers.get(event.job_id if is_job else event.request_id)
             if handler is None:
                 continue  # its owner has left; the abort is on its way
             try:

@@ -56,7 +56,7 @@ def _deliver(source, target, order: LoadOrdered, prompt: list[int], count: int) 
     for src, dst in list(zip(blocks[order.first_block :], order.block_ids, strict=True))[:count]:
         for offset in range(size):
             h.runner.slots[dst * size + offset] = p.runner.slots[src * size + offset]
-    h.engine.handle(BlocksArrived(order.request_id, count))
+    h.engine.handle(BlocksArrived(order.load_id, count))
     p.engine.handle(Abort("job"))
 
 
@@ -70,7 +70,7 @@ def test_what_a_source_does_not_deliver_is_computed(harness, arrived: int) -> No
     assert (order.first_block, len(order.block_ids)) == (0, 4)
     assert not h.step(), "nothing is computed while blocks arrive"
     _deliver(p, h, order, prompt, arrived)
-    h.engine.handle(LoadFinished("r", LoadReport(arrived=arrived)))
+    h.engine.handle(LoadFinished("r/0", LoadReport(arrived=arrived)))
     h.run()
     assert h.tokens("r") == expected(prompt, 6)
     gathered = h.gathered("r")
@@ -88,7 +88,7 @@ def test_own_pool_comes_first_and_short_rests_are_computed_here(harness) -> None
     h.step()
     (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
     assert (order.first_block, len(order.block_ids)) == (4, 3)
-    h.engine.handle(LoadFinished("more", LoadReport(arrived=0)))
+    h.engine.handle(LoadFinished("more/0", LoadReport(arrived=0)))
     h.run()
     h.add("short", prompt[:20] + [1] * 12, 2, prefill=target)
     h.run()
@@ -103,10 +103,10 @@ def test_aborting_a_load_keeps_its_blocks_until_it_is_over(harness) -> None:
     h.step()
     assert any(isinstance(e, LoadCancelled) for e in h.events)
     assert h.pool.num_free == 64 - 5, "a read may still be writing"
-    h.engine.handle(BlocksArrived("r", 2))
-    h.engine.handle(LoadFinished("r", LoadReport(arrived=2)))
+    h.engine.handle(BlocksArrived("r/0", 2))
+    h.engine.handle(LoadFinished("r/0", LoadReport(arrived=2)))
     assert h.pool.num_free == 64
-    h.engine.handle(LoadFinished("r", LoadReport(arrived=2)))
+    h.engine.handle(LoadFinished("r/0", LoadReport(arrived=2)))
 
 
 @pytest.mark.parametrize("tight", [False, True])
@@ -117,7 +117,7 @@ def test_unquiet_blocks_are_quarantined_and_replaced(harness, tight: bool) -> No
     h.add("r", prompt, 6, prefill=TARGET)
     h.step()
     (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
-    h.engine.handle(LoadFinished("r", LoadReport(arrived=0, unquiet=order.block_ids)))
+    h.engine.handle(LoadFinished("r/0", LoadReport(arrived=0, unquiet=order.block_ids)))
     assert h.pool.num_quarantined == 4
     for _ in range(20):
         h.step()
@@ -139,7 +139,7 @@ def test_a_prompt_that_starts_over_counts_its_sources_anew(harness) -> None:
     (order,) = [e for e in h.events if isinstance(e, LoadOrdered)]
     _deliver(p, h, order, prompt, 2)
     unquiet = order.block_ids[2:]
-    h.engine.handle(LoadFinished("r", LoadReport(arrived=2, unquiet=unquiet)))
+    h.engine.handle(LoadFinished("r/0", LoadReport(arrived=2, unquiet=unquiet)))
     h.engine.handle(Quiet(unquiet))
     h.run()
     assert h.tokens("r") == expected(prompt, 6)
@@ -196,7 +196,7 @@ def test_random_storm_keeps_the_books(harness, seed: int) -> None:
         while open_loads and rng.random() < 0.5:
             order = open_loads.pop(rng.randrange(len(open_loads)))
             unquiet = order.block_ids[-2:] if rng.random() < 0.2 else ()
-            h.engine.handle(LoadFinished(order.request_id, LoadReport(0, unquiet=unquiet)))
+            h.engine.handle(LoadFinished(order.load_id, LoadReport(0, unquiet=unquiet)))
             h.engine.handle(Quiet(unquiet))
         if rng.random() < 0.3:
             h.engine.handle(Abort(f"r{rng.randrange(i + 1)}", rng.choice([None, 0, 1])))
@@ -206,7 +206,7 @@ def test_random_storm_keeps_the_books(harness, seed: int) -> None:
         open_loads += [e for e in h.events[seen:] if isinstance(e, LoadOrdered)]
         seen = len(h.events)
         for order in open_loads:
-            h.engine.handle(LoadFinished(order.request_id, LoadReport(0)))
+            h.engine.handle(LoadFinished(order.load_id, LoadReport(0)))
         open_loads.clear()
         for job in jobs:
             h.engine.handle(Abort(job))

@@ -173,8 +173,8 @@ def test_a_load_is_aborted_at_each_moment(moment: str, unquiet: bool) -> None:
     steps = {
         "waiting": lambda: None,
         "ordered": desk.step,
-        "arriving": lambda: s.blocks_arrived("r", 2, 0),
-        "finished": lambda: s.load_finished("r", LoadReport(2, unquiet=late)),
+        "arriving": lambda: s.blocks_arrived("r/0", 2, 0),
+        "finished": lambda: s.load_finished("r/0", LoadReport(2, unquiet=late)),
         "decoding": desk.step,
     }
     late: tuple[int, ...] = ()
@@ -193,9 +193,9 @@ def test_a_load_is_aborted_at_each_moment(moment: str, unquiet: bool) -> None:
     assert sum(isinstance(e, LoadCancelled) for e in desk.events) == loading
     if loading:
         assert desk.pool.num_free == 16 - 5, "a read may still write"
-        s.blocks_arrived("r", 3)
-        s.load_finished("r", LoadReport(3, unquiet=late))
-    s.load_finished("r", LoadReport(4))
+        s.blocks_arrived("r/0", 3, 0)
+        s.load_finished("r/0", LoadReport(3, unquiet=late))
+    s.load_finished("r/0", LoadReport(4))
     assert desk.pool.num_quarantined == (0 if moment == "waiting" else len(late))
     s.pool.quiet(late)
     assert (desk.pool.num_free, s.open_ids(), s.reports) == (16, [], {})

@@ -94,7 +94,7 @@ def test_a_request_takes_what_a_tier_holds(stored, arrived: int) -> None:
     (order,) = orders(h)
     assert (order.first_block, len(order.block_ids), len(order.hashes)) == (0, 4, 4)
     store.fill(order, arrived)
-    h.engine.handle(LoadFinished("r", LoadReport(arrived, by_tier=(("host", arrived),), plan="host")))
+    h.engine.handle(LoadFinished("r/0", LoadReport(arrived, by_tier=(("host", arrived),), plan="host")))
     h.run()
     assert h.tokens("r") == expected(prompt, 6)
     gathered = h.gathered("r")
@@ -176,13 +176,38 @@ def test_a_preempted_sequence_is_parked_and_goes_on_as_if_nothing_had_been(store
             seen += 1
             count = len(order.block_ids) if swap else 0
             store.fill(order, count)
-            h.engine.handle(LoadFinished(order.request_id, LoadReport(count, by_tier=(("host", count),))))
+            h.engine.handle(LoadFinished(order.load_id, LoadReport(count, by_tier=(("host", count),))))
     assert h.scheduler.num_preempted
     assert seen
     assert most_parked
     assert not store.parked
     for name, prompt in prompts.items():
         assert h.tokens(name) == expected(prompt, 40)
+
+
+def test_choices_of_one_request_load_each_for_itself(stored) -> None:
+    """1. Four choices outgrow the pool. 2. Two are preempted and load at the same time. 3. None is mixed up."""
+    h, store = stored(num_blocks=16, block_size=8)
+    prompt = random_prompt(20, 3)
+    h.add("r", prompt, 40, n=4, temperature=1.0, seed=3)
+    seen, at_once = 0, 0
+    for _ in range(1500):
+        h.step()
+        at_once = max(at_once, len(h.scheduler.loading))
+        if len(h.scheduler.loading) == 2 or not h.scheduler.running:
+            for order in orders(h)[seen:]:
+                store.fill(order, len(order.block_ids))
+                report = LoadReport(len(order.block_ids), by_tier=(("host", len(order.block_ids)),))
+                h.engine.handle(LoadFinished(order.load_id, report))
+            seen = len(orders(h))
+    assert at_once == 2
+    assert not store.parked
+    calm, _ = stored(num_blocks=64, block_size=8)
+    calm.add("r", prompt, 40, n=4, temperature=1.0, seed=3)
+    calm.run()
+    for index in range(4):
+        assert h.tokens("r", index) == calm.tokens("r", index)
+        assert len(h.tokens("r", index)) == 40
 
 
 def test_a_parked_sequence_that_is_aborted_is_unparked(stored) -> None:

@@ -112,7 +112,7 @@ def test_random_storm_of_a_windowed_model(harness, window: int, caching: bool) -
         nonlocal seen
         for order in [e for e in h.events[seen:] if isinstance(e, LoadOrdered)]:
             unquiet = order.block_ids[-2:] if rng.random() < 0.2 else ()
-            h.engine.handle(LoadFinished(order.request_id, LoadReport(0, unquiet=unquiet)))
+            h.engine.handle(LoadFinished(order.load_id, LoadReport(0, unquiet=unquiet)))
             h.engine.handle(Quiet(unquiet))
         seen = len(h.events)
         while jobs and rng.random() < chance:

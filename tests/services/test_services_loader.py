@@ -123,7 +123,7 @@ class Bench:
         target = PrefillTarget("p0", self.address, "their-life", min_tokens, cached) if remote else None
         params = SamplingParams(max_tokens=1, seed=0)
         self.loader.expect(Request(name, tuple(range(25)), params, prefill=target))
-        self.loader.on_event(LoadOrdered(name, 0, blocks, tuple(bytes([i]) * 32 for i in blocks)))
+        self.loader.on_event(LoadOrdered(name, name, 0, blocks, tuple(bytes([i]) * 32 for i in blocks)))
 
     def with_tier(self, held: int) -> FakeTier:
         """Give the worker a tier that holds the first blocks of every order of (0, 1, 2)."""
@@ -137,7 +137,7 @@ class Bench:
         async with asyncio.timeout(within_s):
             while not (
                 found := [
-                    c.report for c in self.commands if isinstance(c, LoadFinished) and c.request_id == name
+                    c.report for c in self.commands if isinstance(c, LoadFinished) and c.load_id == name
                 ]
             ):
                 await asyncio.sleep(0.01)
