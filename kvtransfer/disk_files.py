@@ -141,7 +141,7 @@ class BlockFiles:
         staging = self._buffer()
         try:
             fd = os.open(self.directory / path, os.O_RDONLY | os.O_CLOEXEC | self._direct_flag)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return "missing"
         try:
             nbytes = os.preadv(fd, [staging], 0)
@@ -192,7 +192,7 @@ class BlockFiles:
         """Whether it is gone now."""
         try:
             os.unlink(self.directory / path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
             return False

@@ -19,9 +19,9 @@ from itertools import count
 from typing import Any
 
 from core import log
-from core.clock import monotonic
 from core.errors import ConfigError
 from kvtransfer.breaker import Breaker, Verdict
+from kvtransfer.busy import BusyTime
 from kvtransfer.deadlines import finish
 from kvtransfer.disk_files import DIRECTORY_NBYTES, BlockFiles, Gate, Scan
 from kvtransfer.disk_index import DiskIndex
@@ -65,7 +65,7 @@ class DiskTier:
         self._touching: Future[None] | None = None
         self._queries = self._hits = self._load_nbytes = 0
         self._evictions = self._corrupt = self._dropped = self._errors = 0
-        self._load_s = 0.0
+        self._loading = BusyTime()
 
     async def opened(self) -> bool:
         """Wait until opening has ended; whether the directory can be used."""
@@ -86,22 +86,23 @@ class DiskTier:
         paths = paths[: self._index.leading(paths)]
         if not self._usable() or not paths or self._reads.admit() is Verdict.REFUSE:
             return 0
-        started = monotonic()
         nbytes = len(paths) * self._files.block_nbytes
         outcomes: list[str | None] = ["abandoned"] * len(paths)
         gate = Gate()
         lane = partial(self._read_lane, paths, hashes, into, gate, outcomes, count())
+        self._index.pin(paths)  # so that what is missing now was not evicted, nor stored again since
         try:
-            lanes = [self._submit(lane) for _ in range(min(THREADS, len(paths)))]
-            self._report(await finish(lanes, self._stall_s, nbytes, lambda: outcomes.count(None)))
+            with self._loading.running():
+                lanes = [self._submit(lane) for _ in range(min(THREADS, len(paths)))]
+                self._report(await finish(lanes, self._stall_s, nbytes, lambda: outcomes.count(None)))
         except BaseException:
             self._reads.cancelled()
             raise
         finally:
             gate.close()
+            self._index.unpin(paths)
         loaded = self._settle(paths, outcomes)
         self._load_nbytes += loaded * self._files.block_nbytes
-        self._load_s += monotonic() - started
         return loaded
 
     async def store(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
@@ -123,7 +124,7 @@ class DiskTier:
             queries=self._queries,
             hits=self._hits,
             load_nbytes=self._load_nbytes,
-            load_s=self._load_s,
+            load_s=self._loading.seconds,
             store_nbytes=store.nbytes,
             store_s=store.seconds,
             evictions=self._evictions + store.evictions,

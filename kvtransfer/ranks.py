@@ -10,7 +10,7 @@ from core.kv import KVLayout
 from kvtransfer.checksum import checksum
 from kvtransfer.peer_ranks import DirectRanks, PeerRanks
 from kvtransfer.region import Region
-from kvtransfer.slices import head_nbytes, plan_slices, rank_layout
+from kvtransfer.slices import plan_slices, rank_layout
 from kvtransfer.staged_ranks import StagedRanks, Staging
 from kvtransfer.transport import PeerPool, Transport
 
@@ -66,7 +66,7 @@ class Ranks:
         slices = plan_slices(layout.num_kv_heads, len(offers), len(self.regions))
         staging, transport = self._staged(name, len(offers))
         pools = _connect([transport] * len(offers), offers)
-        return StagedRanks(pools, staging, self.regions, slices, layout.num_layers, head_nbytes(layout))
+        return StagedRanks(pools, staging, self.regions, slices, layout)
 
     def close(self) -> None:
         """Stop offering; after the peers are closed. Idempotent."""

@@ -21,6 +21,7 @@ from redis.exceptions import ResponseError
 from core import log
 from core.clock import monotonic
 from kvtransfer.breaker import Breaker, Verdict
+from kvtransfer.busy import BusyTime
 from kvtransfer.deadlines import whole_s
 from kvtransfer.payload import HEADER_NBYTES, check, encode_header
 from kvtransfer.redis_client import FAULTS, Command, RedisClient
@@ -69,7 +70,8 @@ class RedisTier:
         self._closed = False
         self._queries = self._hits = self._load_nbytes = self._store_nbytes = 0
         self._corrupt = self._dropped = self._errors = 0
-        self._load_s = self._store_s = 0.0
+        self._store_s = 0.0
+        self._loading = BusyTime()
 
     async def opened(self) -> bool:
         """True: it connects with the first operation."""
@@ -86,8 +88,7 @@ class RedisTier:
     async def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
         if not self._admitted():
             return 0
-        started = monotonic()
-        ends_at = started + whole_s(self._stall_s, len(hashes) * self._block_nbytes)
+        ends_at = monotonic() + whole_s(self._stall_s, len(hashes) * self._block_nbytes)
         loaded = [False] * len(hashes)
         damaged: list[bytes] = []
         turns = iter(range(0, len(hashes), self._batch))
@@ -107,13 +108,13 @@ class RedisTier:
                 )
                 failed = failed or not all(loaded[i] for i in wanted)
 
-        async with asyncio.TaskGroup() as lanes:
-            for _ in range(LANES):
-                lanes.create_task(lane())
+        with self._loading.running():
+            async with asyncio.TaskGroup() as lanes:
+                for _ in range(LANES):
+                    lanes.create_task(lane())
         await self._discard(damaged)
         leading = loaded.index(False) if False in loaded else len(loaded)
         self._load_nbytes += leading * self._block_nbytes
-        self._load_s += monotonic() - started
         return leading
 
     async def store(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
@@ -139,7 +140,7 @@ class RedisTier:
             queries=self._queries,
             hits=self._hits,
             load_nbytes=self._load_nbytes,
-            load_s=self._load_s,
+            load_s=self._loading.seconds,
             store_nbytes=self._store_nbytes,
             store_s=self._store_s,
             corrupt=self._corrupt,

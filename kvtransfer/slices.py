@@ -1,9 +1,9 @@
 """Which heads go where when two workers split a model over different numbers of tensor-parallel ranks.
 
 A worker of degree t keeps t regions. Block b of rank r holds KV heads `heads_of(num_kv_heads, t, r)` of
-logical block b, laid out `[num_layers, num_kv_heads / t, 2, block_size, head_dim]`: `num_layers` rows
-of `num_kv_heads / t` heads, `head_nbytes` bytes each. So a range of heads is a range of columns,
-the same in every row. With 6 heads, from degree 2 to degree 3:
+logical block b, layer after layer: `num_layers` rows of `num_kv_heads / t` heads, which are alike in all
+rows of one band (`core.kv.Band`). So a range of heads is a range of columns, the same in every row of
+a band. With 6 heads, from degree 2 to degree 3:
 
     a row of rank   0          1               a row of rank   0      1      2
     theirs          0 1 2      3 4 5           ours            0 1    2 3    4 5
@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from core.errors import ConfigError, IncompatiblePeer
-from core.kv import DTYPE_NBYTES, KVLayout
+from core.kv import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,6 @@ def rank_layout(layout: KVLayout, degree: int) -> KVLayout:
             f"choose one of {', '.join(map(str, fits))}"
         )
     return replace(layout, num_kv_heads=layout.num_kv_heads // degree)
-
-
-def head_nbytes(layout: KVLayout) -> int:
-    """Bytes of one head of one layer in a block: 2 * block_size * head_dim * bytes(kv_dtype)."""
-    return 2 * layout.block_size * layout.head_dim * DTYPE_NBYTES[layout.kv_dtype]
 
 
 def heads_of(num_kv_heads: int, degree: int, rank: int) -> range:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from core.errors import SourceFailed
+from core.kv import KVLayout
 from kvtransfer.peer_ranks import Read, drained
 from kvtransfer.region import Region
-from kvtransfer.slices import HeadSlice, columns
+from kvtransfer.slices import HeadSlice, columns, rank_layout
 from kvtransfer.transport import PeerPool
 
 
@@ -33,7 +34,8 @@ class Staging:
 class StagedRanks:
     """A peer of another degree: verified blocks are cut into head slices and copied to our ranks.
 
-    `pools` read into `staging`, whose region has blocks of the peer's ranks; `regions` are those of ours.
+    `pools` read into `staging`, whose region has blocks of the peer's ranks; `regions` are those of ours;
+    `layout` is the whole model's.
     """
 
     def __init__(
@@ -42,21 +44,20 @@ class StagedRanks:
         staging: Staging,
         regions: Sequence[Region],
         slices: Sequence[HeadSlice],
-        num_layers: int,
-        head_nbytes: int,
+        layout: KVLayout,
     ) -> None:
         self.num_ranks = len(pools)
         self._pools = tuple(pools)
         self._staging = staging
         self._slices = [[s for s in slices if s.src_rank == rank] for rank in range(len(pools))]
-        self._head_nbytes = head_nbytes
-        self._theirs = _rows(staging.region, num_layers)
-        self._ours = [_rows(region, num_layers) for region in regions]
+        self._bands = layout.bands
+        self._theirs = _rows(staging.region, rank_layout(layout, len(pools)))
+        self._ours = [_rows(region, rank_layout(layout, len(regions))) for region in regions]
 
     def reads(
         self, remote_ids: Sequence[int], local_ids: Sequence[int], checksums: Sequence[int]
     ) -> Iterator[Read]:
-        count, step = len(remote_ids), len(self._theirs)
+        count, step = len(remote_ids), self._staging.region.num_blocks
         for at in range(0, count, step):
             chunk = slice(at, min(at + step, count))
             for rank, pool in enumerate(self._pools):
@@ -68,13 +69,14 @@ class StagedRanks:
     def _place(self, rank: int, local_ids: Sequence[int]) -> None:
         """Copy the heads of the peer's `rank` from staging to our ranks; the bytes are there on return."""
         for part in self._slices[rank]:
-            theirs = columns(part.src_head, part.num_heads, self._head_nbytes)
-            ours = columns(part.dst_head, part.num_heads, self._head_nbytes)
-            target = self._ours[part.dst_rank]
-            for staged, local in enumerate(local_ids):
-                target[local, :, ours].copy_(self._theirs[staged, :, theirs])
-            if target.is_cuda:
-                torch.cuda.current_stream(target.device).synchronize()
+            targets = self._ours[part.dst_rank]
+            for band, source, target in zip(self._bands, self._theirs, targets, strict=True):
+                theirs = columns(part.src_head, part.num_heads, band.head_nbytes)
+                ours = columns(part.dst_head, part.num_heads, band.head_nbytes)
+                for staged, local in enumerate(local_ids):
+                    target[local, :, ours].copy_(source[staged, :, theirs])
+            if targets[0].is_cuda:
+                torch.cuda.current_stream(targets[0].device).synchronize()
 
     def drain(self) -> bool:
         return drained(self._pools)
@@ -84,6 +86,12 @@ class StagedRanks:
             pool.close()
 
 
-def _rows(region: Region, num_layers: int) -> torch.Tensor:
-    """uint8 tensor `[num_blocks, num_layers, row_nbytes]` over a region's memory, host's or GPU's."""
-    return torch.as_tensor(region.blocks).view(region.num_blocks, num_layers, -1)
+def _rows(region: Region, layout: KVLayout) -> list[torch.Tensor]:
+    """For each band uint8 `[num_blocks, layers of the band, bytes of a row]` over a region's memory, host's or
+    GPU's; `layout` is that of a rank."""
+    blocks, rows = torch.as_tensor(region.blocks), []
+    for band in layout.bands:
+        nbytes = layout.num_kv_heads * band.head_nbytes
+        part = blocks[:, band.offset : band.offset + band.num_layers * nbytes]
+        rows.append(part.unflatten(1, (band.num_layers, nbytes)))
+    return rows

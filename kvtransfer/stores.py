@@ -39,9 +39,7 @@ class Stores:
         self._flush_due = False
         host.on_evict = self._evicted
 
-    def used(
-        self, hashes: Sequence[bytes], came_from: Tier | None = None, computed: bool = False
-    ) -> None:
+    def used(self, hashes: Sequence[bytes], came_from: Tier | None = None, computed: bool = False) -> None:
         """One use more of each block, and of the host tier's room; `came_from` holds them already."""
         with self._lock:
             due = self._admission.used(hashes, computed)

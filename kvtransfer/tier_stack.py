@@ -14,8 +14,9 @@ What comes from below lands in host slots and stays there: the next one finds it
 the copy thread writes into a caller's buffers, and once `load` has returned or raised, not even that. So a
 cancelled load leaves its blocks quiet at once, while the fetch behind it goes on for whoever joins it.
 
-Two rules keep a slow tier from being worse than none: a batch that takes longer than computing its blocks
-ends the load, and a tier whose measured bandwidth is below the speed of computing is not asked.
+Two rules keep a slow tier from being worse than none: a load ends when a batch takes longer than computing
+its blocks, or the load as a whole costs a few percent more than computing what it brought; and a tier whose
+measured bandwidth is below the speed of computing is not asked.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ _FIRST_BATCH = 4
 """Blocks of a load's first batch: what is lost at most when the tier turns out slow."""
 _DEPTH = 2
 """Batches of one load under way at once, so that a tier is not idle while one is copied."""
-_JITTER_S = 0.02
+_JITTER_S = 0.08
 """No batch is called slow before that."""
+_MAX_LOSS = 0.04
+"""Of the time to compute all of a load's blocks: it ends before it has cost that much more than it saved."""
 
 log = get("kvtransfer")
 T = TypeVar("T")
@@ -171,8 +174,8 @@ class TierStack:
         """Bring the blocks of one segment into `into`; returns how many leading ones are there.
 
         `arrived(count)` is called on the caller's loop as they come. Fewer than asked is a miss: of the
-        tier, or of time, when a batch took longer than `block_budget_s` for each of its blocks. Once this
-        returned or raised, CancelledError included, nothing writes into `into` any more.
+        tier, or of time, when computing seems faster at `block_budget_s` a block. Once this returned or
+        raised, CancelledError included, nothing writes into `into` any more.
         """
         if len(hashes) != len(into):
             raise ValueError(f"{len(hashes)} blocks cannot fill {len(into)} buffers")
@@ -250,13 +253,17 @@ class TierStack:
         self, fetches: Fetches | None, hashes: Sequence[bytes], target: Target, block_budget_s: float
     ) -> int:
         spans = _spans(len(hashes), self._batch)
+        began = self._clock()
         coming: list[set[asyncio.Task[None]]] = []
         done = 0
         for i, (first, last) in enumerate(spans):
-            while fetches and len(coming) < min(len(spans), i + _DEPTH):
+            # What is not known yet is tried with one small batch, which a second one would only delay.
+            depth = _DEPTH if fetches and fetches.rate().measured else 1
+            while fetches and len(coming) < min(len(spans), i + depth):
                 coming.append(fetches.bring(hashes[slice(*spans[len(coming)])]))
             if fetches and coming[i]:
-                limit_s = max(_JITTER_S, (last - first) * block_budget_s)
+                in_hand_s = (done + _MAX_LOSS * len(hashes)) * block_budget_s - (self._clock() - began)
+                limit_s = max(_JITTER_S, min(in_hand_s, (last - first) * block_budget_s))
                 await asyncio.wait(coming[i], timeout=min(limit_s, self._load_timeout_s))
             count = await self._loop.run_in_executor(self._copier, target.fill, first, last)
             done += count

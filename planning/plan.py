@@ -8,14 +8,14 @@
 A prefill worker can help with full blocks that end before the last token. A forced handoff asks it for
 every one that the decode worker lacks, worth it or not; a prompt without any is an InvalidParameter.
 
-A decode worker is chosen first, the least loaded of those that can hold the whole request, then the
-least loaded prefill worker whose fingerprint is the same.
+A decode worker is chosen first, of those that can hold the whole request the one that it costs least
+(`planning.balance`), then so a prefill worker whose fingerprint is the same.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -23,6 +23,7 @@ from core.blocks import num_shareable_blocks
 from core.errors import ContextLengthExceeded, InvalidParameter, Unavailable
 from core.kv import Fingerprint
 from core.request import PlanKind
+from planning.balance import cost_tokens
 
 
 class Forced(StrEnum):
@@ -70,7 +71,11 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker that takes requests now. `load`: sequences it has or is about to have."""
+    """A worker that takes requests now.
+
+    `load`: sequences it has or is about to have. `recent`: those it was sent lately, over or not.
+    `credit_tokens`: of the request that is planned, see `planning.balance`.
+    """
 
     worker_id: str
     address: str
@@ -78,6 +83,8 @@ class WorkerView:
     fingerprint: Fingerprint
     total_blocks: int
     load: int
+    recent: float = 0.0
+    credit_tokens: float = 0.0
 
     @property
     def max_tokens(self) -> int:
@@ -95,13 +102,20 @@ class FleetView:
     def after(self, plan: Plan, sequences: int) -> FleetView:
         """The fleet once `plan` has brought its workers so many sequences more."""
         busier = {worker.incarnation for worker in plan.workers}
-
-        def loaded(workers: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
-            return tuple(
-                replace(w, load=w.load + sequences) if w.incarnation in busier else w for w in workers
+        return self._each(
+            lambda w: (
+                replace(w, load=w.load + sequences, recent=w.recent + sequences)
+                if w.incarnation in busier
+                else w
             )
+        )
 
-        return FleetView(loaded(self.decode), loaded(self.prefill))
+    def credited(self, credits: Mapping[str, float]) -> FleetView:
+        """The fleet as one request sees it: tokens that each worker, by incarnation, need not compute."""
+        return self._each(lambda w: replace(w, credit_tokens=credits.get(w.incarnation, 0.0)))
+
+    def _each(self, change: Callable[[WorkerView], WorkerView]) -> FleetView:
+        return FleetView(tuple(map(change, self.decode)), tuple(map(change, self.prefill)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +148,7 @@ def plan(
     """
     if not fleet.decode:
         raise Unavailable("no decode worker is ready; try again, /v1/cluster shows their states")
-    decode = _least_loaded(_with_room(request, fleet.decode), rng)
+    decode = _cheapest(request, _with_room(request, fleet.decode), rng)
     left = decode.max_tokens - request.num_prompt_tokens
     max_tokens = request.max_tokens or min(left, request.default_max_tokens or left)
     prefill, reason = _choose_prefill(request, fleet.prefill, decode, forced, min_remote_tokens, rng)
@@ -142,9 +156,11 @@ def plan(
     return Plan(kind, decode, prefill, reason, max_tokens)
 
 
-def _least_loaded(workers: Sequence[WorkerView], rng: random.Random) -> WorkerView:
-    least = min(worker.load for worker in workers)
-    return rng.choice([worker for worker in workers if worker.load == least])
+def _cheapest(request: RequestFacts, workers: Sequence[WorkerView], rng: random.Random) -> WorkerView:
+    tokens = request.num_prompt_tokens
+    costs = [cost_tokens(tokens, worker.credit_tokens, worker.load + worker.recent) for worker in workers]
+    least = min(costs)
+    return rng.choice([worker for worker, cost in zip(workers, costs, strict=True) if cost == least])
 
 
 def _with_room(request: RequestFacts, workers: Sequence[WorkerView]) -> list[WorkerView]:
@@ -195,12 +211,12 @@ def _choose_prefill(
             if obstacle is Reason.NO_COMPATIBLE_PREFILL:
                 why += _first_difference(decode, workers)
             raise Unavailable(f"X-Baton-Plan: disaggregated is not possible: {why}")
-        return _least_loaded(usable, rng), Reason.FORCED_DISAGGREGATED
+        return _cheapest(request, usable, rng), Reason.FORCED_DISAGGREGATED
     if obstacle is not None:
         return None, obstacle
     if shareable == 0 or shareable < min_remote_tokens:
         return None, Reason.SHORT_PROMPT
-    return _least_loaded(usable, rng), Reason.LONG_PROMPT
+    return _cheapest(request, usable, rng), Reason.LONG_PROMPT
 
 
 def _usable_prefill(

@@ -50,10 +50,12 @@ class PrefixIndex:
         found: dict[str, int] = {}
         held = [(tier, self._held[tier]) for tier in TIERS if self._held.get(tier)]
         for key in keys:
-            tier = next((tier for tier, keys_there in held if key in keys_there), None)
-            if tier is None:
+            for tier, there in held:
+                if key in there:
+                    found[tier] = found.get(tier, 0) + 1
+                    break
+            else:
                 break
-            found[tier] = found.get(tier, 0) + 1
         return found
 
     def __len__(self) -> int:

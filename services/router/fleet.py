@@ -78,7 +78,8 @@ class Fleet:
     def view(self) -> FleetView:
         """The workers that take requests now: ready, and decode workers with an open session."""
         view = self.roster.fleet_view(self._clock())
-        return replace(view, decode=tuple(w for w in view.decode if self.session(w.incarnation)))
+        up = {link.incarnation for link in self._links.values() if link.session.up}
+        return replace(view, decode=tuple(w for w in view.decode if w.incarnation in up))
 
     def workers(self) -> list[tuple[Member, WorkerState, str]]:
         """Every worker with its state and the reason when it is not ready."""

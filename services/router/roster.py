@@ -95,6 +95,8 @@ class Roster:
         self._tokenizer_digest = tokenizer_digest
         self._silence_s = silence_s
         self.members: dict[str, Member] = {}
+        self.reference: Fingerprint | None = None
+        """What most connected decode workers have (of equals, the one discovered first)."""
 
     def add(self, address: str) -> None:
         """An address was discovered."""
@@ -103,6 +105,7 @@ class Roster:
     def remove(self, address: str) -> None:
         """An address is no longer discovered."""
         del self.members[address]
+        self._vote()
 
     def hello(self, address: str, hello: pb.Hello, now: float) -> None:
         member = self.members[address]
@@ -110,6 +113,7 @@ class Roster:
         member.fingerprint = codec.fingerprint_from_wire(hello.fingerprint)
         member.connected, member.heard_at, member.unseen = True, now, 0
         member.index = PrefixIndex()
+        self._vote()
         others = [each.recent for each in self._pool(member.role) if each is not member]
         member.recent = min(others, default=0.0)  # else a new worker would get all until it has caught up
 
@@ -149,6 +153,7 @@ class Roster:
         member = self.members[address]
         was_connected, member.connected = member.connected, False
         member.lost_reason, member.unseen = reason, 0
+        self._vote()
         return was_connected
 
     def status(self, member: Member, now: float) -> tuple[WorkerState, str]:
@@ -194,15 +199,14 @@ class Roster:
         assert ours is not None
         if ours.tokenizer_digest != self._tokenizer_digest:
             return "tokenizer_digest differs from the router's; start both with the same model"
-        reference = self.reference()
-        difference = reference.difference(ours) if reference else None
+        difference = self.reference.difference(ours) if self.reference else None
         if difference is None:
             return ""
         name, theirs, its = difference
         return f"{name} is {its!r}, the decode workers have {theirs!r}; start all with the same {name}"
 
-    def reference(self) -> Fingerprint | None:
-        """What most connected decode workers have (of equals, the one discovered first)."""
+    def _vote(self) -> None:
+        """Find the reference anew, after every change of who is connected."""
         votes = Counter(
             member.fingerprint
             for member in self.members.values()
@@ -211,4 +215,4 @@ class Roster:
             and member.fingerprint is not None
             and member.fingerprint.tokenizer_digest == self._tokenizer_digest
         )
-        return votes.most_common(1)[0][0] if votes else None
+        self.reference = votes.most_common(1)[0][0] if votes else None

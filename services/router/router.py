@@ -61,7 +61,7 @@ class Router:
     def max_model_len(self) -> int:
         """The longest prompt + answer in tokens: the decode workers' limit, or the model's own."""
         text, fleet = self.serving()
-        reference = fleet.roster.reference()
+        reference = fleet.roster.reference
         return reference.max_model_len if reference else text.max_position
 
     def readiness(self) -> tuple[bool, list[str]]:

@@ -5,118 +5,103 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
-from cluster import Cluster, Process, fresh_salt, is_gold, prompt, wait_until
+from cluster import Cluster, fresh_salt, is_gold, prompt, wait_until
 from redis_process import RedisServer
+from tier_probes import ask, block_files, from_tier, push_out, tier, wait_stored
 
-BY_SOURCE = "baton_prompt_tokens_by_source_total"
-CASE, TOKENS = "story-129", 128
+CASE, NUM_BLOCKS = "story-129", 8
 """Eight full blocks and one token."""
+
+POOL_BLOCKS = 40
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Pools so small that another prompt pushes this one out of them; every tier below."""
+    """A pool so small that other prompts push this one out of it; every tier below."""
     folder = tmp_path_factory.mktemp("kv")
     server = RedisServer(folder / "redis")
     try:
         with Cluster(
-            num_blocks=40,
+            num_blocks=POOL_BLOCKS,
             host_cache_bytes="64MiB",
-            disk_cache_bytes="200MiB",
             store_policy="write-through",
             redis_url=server.url,
-            prefill_flags={"disk_cache_dir": folder / "prefill-0"},
-            decode_flags={"disk_cache_dir": folder / "decode-0"},
+            decode_flags={"disk_cache_dir": folder / "decode-0", "disk_cache_bytes": "200MiB"},
         ) as cluster:
             yield cluster
     finally:
         server.stop()
 
 
-def came_from(worker: Process) -> dict[str, float]:
-    sources = ("device", "host", "disk", "redis", "prefill_worker", "computed")
-    return {source: worker.metric(BY_SOURCE, source=source) for source in sources}
-
-
-def ask(cluster: Cluster, plan: str, salt: str, case: str = CASE) -> dict[str, float]:
-    """Answer a GOLD case rightly; returns where its prompt's KV came from."""
-    d = cluster.worker("decode-0")
-    before = came_from(d)
-    reply = cluster.complete(prompt(case), plan=plan, cache_salt=salt, max_tokens=8)
-    assert is_gold(reply, case, 8)
-    after = came_from(d)
-    moved = {source: after[source] - before[source] for source in after if after[source] != before[source]}
-    assert sum(moved.values()) == len(prompt(case))
-    reused = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert reused == len(prompt(case)) - moved["computed"] - remote_computed(reply, moved)
-    return moved
-
-
-def remote_computed(reply: httpx.Response, moved: dict[str, float]) -> float:
-    """What the prefill worker computed, from the answer's own account."""
-    cached = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    own = sum(tokens for source, tokens in moved.items() if source not in ("prefill_worker", "computed"))
-    return moved.get("prefill_worker", 0) - (cached - own)
-
-
-def push_out(cluster: Cluster, plan: str) -> None:
-    """Other prompts take every block of the pools."""
-    for _ in range(5):
-        cluster.complete(prompt("story-129"), plan=plan, cache_salt=fresh_salt(), max_tokens=1)
-
-
 @pytest.mark.parametrize("plan", ["local", "disaggregated"])
 def test_what_the_pool_lost_comes_from_host_ram(cluster: Cluster, plan: str) -> None:
-    salt = fresh_salt()
-    cold = ask(cluster, plan, salt)
-    assert cold == ({"computed": 129} if plan == "local" else {"prefill_worker": TOKENS, "computed": 1})
-    assert ask(cluster, plan, salt) == {"device": TOKENS, "computed": 1}
-    push_out(cluster, plan)
-    assert ask(cluster, plan, salt) == {"host": TOKENS, "computed": 1}
-
-
-def stored(worker: Process, tier: str) -> int:
-    return int(worker.ready()["tiers"][tier]["store_nbytes"])
-
-
-@pytest.mark.parametrize("tier", ["disk", "redis"])
-def test_a_new_life_finds_what_the_old_one_stored(cluster: Cluster, tier: str) -> None:
-    """1. Answer a prompt; it goes to disk and Redis. 2. kill -9. 3. The new life loads it."""
-    salt, d = fresh_salt(), cluster.worker("decode-0")
-    before = stored(d, tier)
-    ask(cluster, "local", salt)
-    wait_until(lambda: stored(d, tier) - before >= 8 * 16 * 46080, 10)
-    d.kill(signal.SIGKILL)
-    cluster.restart("decode-0", tier_order="host,disk,redis" if tier == "disk" else "host,redis,disk")
-    assert ask(cluster, "local", salt) == {tier: TOKENS, "computed": 1}
-
-
-def test_another_instance_finds_it_in_redis(cluster: Cluster) -> None:
-    """P computed it once; D never saw it and does not ask P: Redis is nearer."""
-    salt, p = fresh_salt(), cluster.worker("prefill-0")
-    before = stored(p, "redis")
-    ask(cluster, "disaggregated", salt)
-    wait_until(lambda: stored(p, "redis") - before >= 8 * 16 * 46080, 10)
-    cluster.restart("decode-0", disk_cache_dir="", host_cache_bytes=0)
-    assert ask(cluster, "local", salt) == {"redis": TOKENS, "computed": 1}
+    salt, reusable = fresh_salt(), NUM_BLOCKS * 16
+    cold = ask(cluster, salt, CASE, plan)
+    assert cold == ({"computed": 129} if plan == "local" else {"prefill_worker": reusable, "computed": 1})
+    assert ask(cluster, salt, CASE, plan) == from_tier("device", CASE)
+    push_out(cluster, POOL_BLOCKS)
+    assert ask(cluster, salt, CASE, plan) == from_tier("host", CASE)
 
 
 def test_a_salt_is_a_wall(cluster: Cluster) -> None:
-    ask(cluster, "local", fresh_salt())
-    assert ask(cluster, "local", fresh_salt()) == {"computed": 129}
+    ask(cluster, fresh_salt(), CASE)
+    assert ask(cluster, fresh_salt(), CASE) == {"computed": 129}
 
 
-def test_a_preempted_sequence_is_swapped_in_again() -> None:
-    """1. Three answers outgrow the pool together. 2. Some are preempted. 3. All end as GOLD does."""
-    with Cluster(prefill=0, num_blocks=12, host_cache_bytes="64MiB") as cluster:
-        d = cluster.worker("decode-0")
-        with ThreadPoolExecutor(3) as pool:
-            salts = [fresh_salt() for _ in range(3)]
-            asked = [pool.submit(cluster.complete, prompt("story-33"), cache_salt=salt) for salt in salts]
-        assert all(is_gold(each.result(), "story-33") for each in asked)
-        assert d.metric("baton_num_preemptions_total") > 0
-        assert d.metric("baton_kv_loads_total", sources="host+local") > 0
-        cluster.wait_idle()
+def test_the_router_lists_what_each_tier_holds(cluster: Cluster) -> None:
+    d = cluster.worker("decode-0")
+    store(cluster, fresh_salt())
+
+    def tiers() -> dict[str, dict[str, Any]]:
+        return next(listed["tiers"] for listed in cluster.cluster() if listed["pid"] == d.pid)
+
+    files = block_files(Path(str(d.flags["disk_cache_dir"])))
+    wait_until(lambda: tiers()["disk"]["blocks"] == len(files), 5, lambda: str(tiers()))
+    host, redis = tiers()["host"], tiers()["redis"]
+    assert 0 < host["used_bytes"] <= host["capacity_bytes"] <= 64 * 2**20
+    assert redis["breaker"] == "closed"
+
+
+def test_a_preempted_sequence_is_swapped_in_again(cluster: Cluster) -> None:
+    """1. Four answers outgrow the pool together.  2. Some are preempted.  3. All end as GOLD does."""
+    d = cluster.worker("decode-0")
+    preempted = d.metric("baton_num_preemptions_total")
+    with ThreadPoolExecutor(4) as pool:
+        asked = [
+            pool.submit(cluster.complete, prompt(CASE), plan="local", cache_salt=fresh_salt())
+            for _ in range(4)
+        ]
+    assert all(is_gold(each.result(), CASE) for each in asked)
+    assert d.metric("baton_num_preemptions_total") > preempted
+    assert d.metric("baton_kv_loads_total", sources="host+local") > 0
+
+
+def test_a_new_life_finds_what_the_old_one_stored(cluster: Cluster) -> None:
+    """1. Two prompts go to disk and Redis.  2. kill -9, and the second one's files are deleted.
+    3. The next life, in which Python hashes strings otherwise, loads one from disk, the other from Redis."""
+    d = cluster.worker("decode-0")
+    directory = Path(str(d.flags["disk_cache_dir"]))
+    on_disk, in_redis = fresh_salt(), fresh_salt()
+    store(cluster, on_disk)
+    files = block_files(directory)
+    store(cluster, in_redis)
+    d.kill(signal.SIGKILL)
+    for file in block_files(directory) - files:
+        file.unlink()
+    d.env = {"PYTHONHASHSEED": "1"}
+    cluster.restart("decode-0")
+    assert ask(cluster, on_disk, CASE) == from_tier("disk", CASE)
+    assert ask(cluster, in_redis, CASE) == from_tier("redis", CASE)
+
+
+def store(cluster: Cluster, salt: str) -> None:
+    """Answer the case; returns once disk and Redis hold it."""
+    d = cluster.worker("decode-0")
+    before = {name: tier(d, name) for name in ("disk", "redis")}
+    ask(cluster, salt, CASE)
+    for name, counted in before.items():
+        wait_stored(d, name, NUM_BLOCKS, counted)

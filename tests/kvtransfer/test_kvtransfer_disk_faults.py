@@ -149,16 +149,22 @@ async def test_a_file_system_near_full_is_left_its_share(
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_deleted_directory_drops_stores_until_it_is_back(tier: DiskTier, tmp_path: Path) -> None:
-    chain = blocks(3)
+@pytest.mark.parametrize("in_its_place", ["nothing", "a file"])
+async def test_a_deleted_directory_drops_stores_until_it_is_back(
+    tier: DiskTier, tmp_path: Path, in_its_place: str
+) -> None:
+    chain, directory = blocks(3), tmp_path / "kv"
     await tier.store(chain)
-    shutil.rmtree(tmp_path / "kv")
+    shutil.rmtree(directory)
+    if in_its_place == "a file":
+        directory.touch()
     assert await loaded(tier, chain) == 0
     assert await tier.store(chain) == 0
     assert await tier.lookup(hashes(chain)) == 0
-    assert not (tmp_path / "kv").exists()
+    assert not directory.is_dir()
     assert tier.stats().errors > 0
-    (tmp_path / "kv").mkdir()
+    directory.unlink(missing_ok=True)
+    directory.mkdir()
     while not await tier.opened():
         pass
     assert await tier.store(chain) == 3

@@ -170,6 +170,16 @@ async def test_a_batch_slower_than_computing_ends_the_load():
         assert await stack.lookup(keys(*range(5))) == [Held("host", 0, 4), Held("disk", 4, 1)]
 
 
+async def test_a_load_ends_before_it_costs_much_more_than_it_saved():
+    """Computing four blocks would take 4 s, waiting for them costs a few percent of that."""
+    disk = tier_with(*range(4))
+    async with stack_of(disk, load_timeout_s=60.0) as stack:
+        disk.stick()
+        async with asyncio.timeout(2.0):
+            assert await load(stack, "disk", range(4), block_budget_s=1.0) == []
+        disk.release()
+
+
 async def test_a_silent_tier_costs_one_timeout_and_its_blocks_are_a_miss():
     disk = tier_with(*range(4))
     async with stack_of(disk, load_timeout_s=0.03) as stack:

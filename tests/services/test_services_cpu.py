@@ -36,6 +36,20 @@ def test_every_worker_has_cores_of_its_own(cores: list[int], workers: int, share
     assert split_cores(cores, workers) == shares
 
 
+@pytest.mark.parametrize(("degree", "rank", "own"), [(1, 0, [0, 1]), (2, 1, [1]), (3, 2, [0])])
+def test_every_rank_has_its_share_of_the_cores(degree: int, rank: int, own: list[int]):
+    """The worker's cores and the rank's threads are told, its share is what it may use."""
+    code = (
+        "import os, sys; from core.settings import Settings; from services.worker import cpu;"
+        f"settings = Settings(cpu_affinity='0-1', tensor_parallel_size={degree});"
+        f"print(cpu.confine(settings, {rank}), sorted(os.sched_getaffinity(0)))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == f"([0, 1], {len(own)}) {own}"
+
+
 def test_a_worker_sets_its_cores_before_anything_loads_torch():
     """OpenMP reads OMP_WAIT_POLICY when it is loaded: set later, idle threads spin on cores of others."""
     code = (

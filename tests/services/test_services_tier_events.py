@@ -16,7 +16,7 @@ from redis_process import RedisServer
 
 from core.blocks import block_key
 from core.clock import FakeClock
-from kvtransfer.disk_files import BlockFiles
+from kvtransfer.disk_files import BlockFiles, Gate
 from kvtransfer.disk_tier import DiskTier
 from kvtransfer.host_tier import HostTier
 from kvtransfer.redis_index import RedisIndex
@@ -173,6 +173,32 @@ async def test_a_restarted_worker_tells_of_its_disk_before_anyone_asks(tmp_path:
         assert watcher.held("host") == set()
         assert await stack.load("disk", [name(i) for i in range(3)], buffers(3), lambda _: None) == 3
         assert watcher.held("host") == keys({0, 1, 2})
+
+
+class SlowReads(BlockFiles):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, NAMESPACE, NBYTES)
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def read(self, path: str, block_hash: bytes, into: memoryview, gate: Gate) -> str | None:
+        self.reading.set()
+        self.go_on.wait(10)
+        return super().read(path, block_hash, into, gate)
+
+
+async def test_what_is_being_read_from_disk_is_not_evicted_meanwhile(tmp_path: Path) -> None:
+    """Else it could be stored again before the read ends as missing, and that would strike it out."""
+    log, files = KVEventLog(), SlowReads(tmp_path)
+    tier = DiskTier(files, 3 * FILE_NBYTES + 4 * 4096, 5.0, partial(log.report, "disk"))
+    await tier.opened()
+    await tier.store([(name(i), payload(i)) for i in range(3)])
+    load = asyncio.create_task(tier.load([name(2)], buffers(1)))  # the tail, which would go first
+    await asyncio.to_thread(files.reading.wait, 10)
+    assert await tier.store([(name(3), payload(3))]) == 1
+    files.go_on.set()
+    assert await load == 1
+    assert Watcher(log).held("disk") == on_disk(tmp_path) == keys({0, 2, 3})
+    await tier.close()
 
 
 async def test_a_worker_without_a_host_tier_tells_of_none() -> None:

@@ -45,6 +45,9 @@ class TestPlace:
             with_place(settings(listen=listen), "decode")
 
 
+SPLIT = {"tensor_parallel_size": 3}
+
+
 class TestRefusedBeforeTheWeightsLoad:
     @pytest.fixture(autouse=True)
     def no_weights(self, monkeypatch: pytest.MonkeyPatch):
@@ -59,6 +62,13 @@ class TestRefusedBeforeTheWeightsLoad:
             ({"max_model_len": 100_000}, "--max-model-len 100000 is beyond the model's context of 8192"),
             ({"num_blocks": 1}, "--num-blocks 1 is too few"),
             ({"num_blocks": None, "kv_cache_memory_bytes": 9}, "--kv-cache-memory-bytes 9 holds 0 blocks"),
+            (
+                {"tensor_parallel_size": 2},
+                "3 KV heads, 9 heads and 1536 MLP units of the model do not all divide",
+            ),
+            (SPLIT | {"quantization": "int8"}, "--tensor-parallel-size 3 does not go with int8"),
+            (SPLIT | {"host_cache_bytes": 2**20}, "--tensor-parallel-size 3 does not go with tiers"),
+            (SPLIT | {"deterministic": True}, "--tensor-parallel-size 3 does not go with the same sums"),
         ],
     )
     def test_in_a_sentence_that_names_the_setting(self, values: dict[str, Any], said: str):
