@@ -63,7 +63,8 @@ class Settings(BaseModel):
         description="KV dtype; auto = compute dtype; k8v4 = keys in 8 bits, values in 4; int8 and k8v4 on a CPU",
     )
     kv_quant_skip_layers: str = Field(
-        "", description="layers such as 0,27-29 that hold bf16 in a KV cache of fewer bits (CPU); empty = none"
+        "",
+        description="layers such as 0,27-29 that hold bf16 in a KV cache of fewer bits (CPU); empty = none",
     )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt + answer in tokens")
     cache_dir: str = Field("~/.cache/baton", description="where converted weights are kept")

@@ -1,18 +1,65 @@
-"""The device pool of KV blocks: one tensor, every block one contiguous run of bytes.
+"""The device pool of KV blocks: every block is one contiguous run of bytes, laid out as `KVLayout` says.
 
-    pool[block, layer, kv head, 0 = K | 1 = V, token of the block, head dim]
-
-A block is what is hashed, leased, transferred and stored, so it is contiguous over all layers. A row
-`(block, layer, head, K|V)` is `block_size * head_dim` contiguous numbers: what kernels gather.
+A block is what is hashed, leased, transferred and stored, so it is contiguous over all layers. A run, the K or
+the V of one head of one layer in one block, is contiguous too: what kernels gather.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from core.errors import ConfigError
-from core.kv import KVLayout
+from core.kv import SCALED_BITS, KVLayout
+from engine.kv_numbers import dequantize, quantize, saturated
 from engine.models.dtype import KV_DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The K or the V of one layer, as views of the pool.
+
+    `numbers`: [num_kv_heads, num_blocks, block_size, head_dim]; of int4 head_dim / 2, two in each uint8.
+    `scales`: bf16 [num_kv_heads, num_blocks, block_size] of scaled formats. `zeros`: uint8 of the same shape
+    of int4. See `engine.kv_numbers`.
+    """
+
+    number_format: str
+    numbers: torch.Tensor
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+
+    def store(self, x: torch.Tensor, block_ids: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Write x [T, num_kv_heads, head_dim], row i to token `offsets[i]` of block `block_ids[i]`."""
+        heads = x.transpose(0, 1)
+        if self.scales is None:
+            self.numbers[:, block_ids, offsets] = self._plain(heads)
+            return
+        numbers, scales, zeros = quantize(heads, self.number_format)
+        self.numbers[:, block_ids, offsets] = numbers
+        self.scales[:, block_ids, offsets] = scales
+        if self.zeros is not None and zeros is not None:
+            self.zeros[:, block_ids, offsets] = zeros
+
+    def load(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """[num_kv_heads, len(block_ids) * block_size, head_dim]; fp32, or of plain formats their own dtype."""
+        numbers = self.numbers.index_select(1, block_ids)
+        if self.scales is not None:
+            scales = self.scales.index_select(1, block_ids)
+            zeros = None if self.zeros is None else self.zeros.index_select(1, block_ids)
+            numbers = dequantize(numbers, scales, zeros)
+        return numbers.flatten(1, 2)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., head_dim] as `load` would give it after `store`."""
+        if self.scales is None:
+            return self._plain(x)
+        return dequantize(*quantize(x, self.number_format))
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self.numbers.dtype
+        return saturated(x, dtype) if dtype.itemsize == 1 else x.to(dtype)
 
 
 class KVCache:
@@ -31,61 +78,77 @@ class KVCache:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        dtype = KV_DTYPES[layout.kv_dtype]
-        shape = (
-            num_blocks,
-            layout.num_layers,
-            layout.num_kv_heads,
-            2,
-            layout.block_size,
-            layout.head_dim,
-        )
-        self.pool = _over(buffer, shape, dtype) if buffer is not None else _allocate(shape, dtype, device)
-        self.raw = self.pool.view(torch.uint8).view(num_blocks, layout.block_nbytes)
-        """uint8 [num_blocks, block_nbytes]: the same memory as what is moved and stored."""
+        shape = (num_blocks, layout.block_nbytes)
+        self.raw = _over(buffer, shape) if buffer is not None else _allocate(shape, device)
+        """uint8 [num_blocks, block_nbytes]: what is moved and stored."""
         self.raw.zero_()
-        self.rows = self.pool.view(-1, layout.block_size * layout.head_dim)
-        """[num_blocks * num_layers * num_kv_heads * 2, block_size * head_dim], see `row_index`."""
+        self._layers = [_layer_runs(self.raw, layout, layer) for layer in range(layout.num_layers)]
 
-    def keys(self, layer: int) -> torch.Tensor:
-        """K of one layer as a view [num_blocks, num_kv_heads, block_size, head_dim]."""
-        return self.pool[:, layer, :, 0]
+    @property
+    def pool(self) -> torch.Tensor:
+        """All numbers as one tensor [num_blocks, num_layers, num_kv_heads, 2, block_size, head_dim]; only of
+        plain dtypes without skipped layers."""
+        layout = self.layout
+        shape = (layout.num_layers, layout.num_kv_heads, 2, layout.block_size, layout.head_dim)
+        return self.raw.view(KV_DTYPES[layout.identity]).view(self.num_blocks, *shape)
 
-    def values(self, layer: int) -> torch.Tensor:
-        """V of one layer as a view [num_blocks, num_kv_heads, block_size, head_dim]."""
-        return self.pool[:, layer, :, 1]
+    def keys(self, layer: int) -> Runs:
+        """K of one layer."""
+        return self._layers[layer][0]
 
-    def row_index(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of `self.rows` that hold layer 0 of these blocks, int64 [2, num_kv_heads, n].
-
-        Layer l is the same index plus `l * num_kv_heads * 2`.
-        """
-        heads = torch.arange(self.layout.num_kv_heads).view(1, -1, 1)
-        halves = torch.arange(2).view(2, 1, 1)
-        first = block_ids.long() * self.layout.num_layers
-        return (first * self.layout.num_kv_heads + heads) * 2 + halves
+    def values(self, layer: int) -> Runs:
+        """V of one layer."""
+        return self._layers[layer][1]
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy all layers of block `src` into block `dst` (copy-on-write of a shared tail block)."""
-        self.pool[dst].copy_(self.pool[src])
+        self.raw[dst].copy_(self.raw[src])
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def _layer_runs(raw: torch.Tensor, layout: KVLayout, layer: int) -> tuple[Runs, Runs]:
+    first = layout.num_kv_heads * sum(map(layout.head_nbytes, range(layer)))
+    head_nbytes = layout.head_nbytes(layer)
+    heads = raw[:, first : first + layout.num_kv_heads * head_nbytes]
+    heads = heads.unflatten(1, (layout.num_kv_heads, head_nbytes)).transpose(0, 1)
+    key_format, value_format = layout.formats(layer)
+    key_nbytes = layout.run_nbytes(key_format)
+    return (
+        _runs(heads[:, :, :key_nbytes], layout, key_format),
+        _runs(heads[:, :, key_nbytes:], layout, value_format),
+    )
+
+
+def _runs(run: torch.Tensor, layout: KVLayout, number_format: str) -> Runs:
+    """`run`: uint8 [num_kv_heads, num_blocks, bytes of a run]."""
+    end = layout.numbers_nbytes(number_format)
+    numbers = run[:, :, :end]
+    if number_format not in SCALED_BITS:
+        numbers = numbers.view(KV_DTYPES[number_format])
+    elif number_format == "int8":
+        numbers = numbers.view(torch.int8)
+    numbers = numbers.unflatten(2, (layout.block_size, -1))
+    if number_format not in SCALED_BITS:
+        return Runs(number_format, numbers, None, None)
+    zeros_at = end + 2 * layout.block_size
+    scales = run[:, :, end:zeros_at].view(torch.bfloat16)
+    return Runs(number_format, numbers, scales, run[:, :, zeros_at:] if number_format == "int4" else None)
+
+
+def _allocate(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
     try:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise ConfigError(
             f"no memory for a KV pool of {shape[0]} blocks; lower kv_cache_memory_bytes or num_blocks"
         ) from error
 
 
-def _over(buffer: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    count = 1
-    for size in shape:
-        count *= size
-    if buffer.nbytes < count * dtype.itemsize:
+def _over(buffer: memoryview, shape: tuple[int, int]) -> torch.Tensor:
+    num_blocks, block_nbytes = shape
+    need = num_blocks * block_nbytes
+    if buffer.nbytes < need:
         raise ConfigError(
-            f"the KV region has {buffer.nbytes} bytes but {shape[0]} blocks need "
-            f"{count * dtype.itemsize}; make the region larger or lower num_blocks"
+            f"the KV region has {buffer.nbytes} bytes but {num_blocks} blocks need {need}; "
+            "make the region larger or lower num_blocks"
         )
-    return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=need).view(shape)

@@ -21,7 +21,7 @@ class ModelRunner:
     def __init__(self, model: Llama, cache: KVCache, graphs: DecodeGraphs | None = None) -> None:
         self.model = model
         self.cache = cache
-        self.device = cache.pool.device
+        self.device = cache.raw.device
         self._graphs = graphs
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Mapping
+from http.client import HTTPException
 
 from core.settings import ENV_PREFIX, Settings
 from services import orphan
@@ -111,7 +112,7 @@ class Child:
                 self.body = json.load(error)
             except ValueError:
                 self.body = {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, HTTPException):  # the last: another program has taken the port
             self.ready = False
         return self.body
 

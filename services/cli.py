@@ -7,6 +7,7 @@ router without torch.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,8 @@ def _run(command: str, settings: Settings, origins: dict[str, Origin], options: 
             return run_cache(settings, **options)
         case "config":
             for name, origin in sorted(origins.items()):
-                shown = "***" if name == "api_key" and origin.value else origin.value
+                secret = name == "api_key" and origin.value
+                shown = "***" if secret else re.sub(r"//[^/@]*@", "//***@", str(origin.value))
                 print(f"{name:24} {shown!s:32} {origin.source}")
             return 0
         case _:

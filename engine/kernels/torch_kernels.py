@@ -145,8 +145,7 @@ def _attend_spans(
             k, v = cache.keys(layer).rounded(own[:num_kv]), cache.values(layer).rounded(own[num_kv:])
         else:
             k, v = (
-                runs.load(span.block_ids)[:, span.tokens]
-                for runs in (cache.keys(layer), cache.values(layer))
+                runs.load(span.block_ids)[:, span.tokens] for runs in (cache.keys(layer), cache.values(layer))
             )
         k, v = k.to(out.dtype), v.to(out.dtype)
         out[span.first : span.end] = _attend(q, k, v, span)

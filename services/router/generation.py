@@ -191,7 +191,10 @@ class Generation:
         """A client that forces the handoff gets it for every missing block, else it has to be worth it."""
         forced = reason is Reason.FORCED_DISAGGREGATED
         min_tokens = 1 if forced else self._router.settings.min_remote_tokens
-        return PrefillTarget(prefill.worker_id, prefill.address, prefill.incarnation, min_tokens)
+        cached_blocks = int(prefill.credit_tokens) // prefill.fingerprint.block_size
+        return PrefillTarget(
+            prefill.worker_id, prefill.address, prefill.incarnation, min_tokens, cached_blocks
+        )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
         body = self._body

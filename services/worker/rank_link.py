@@ -45,8 +45,7 @@ class Kind(IntEnum):
 
 
 class Order(BaseModel):
-    """What a rank needs to know to load its part. `kv_layout`: the whole model's;
-    `port`: of the meeting."""
+    """What a rank needs to know to load its part. `kv_layout`: the whole model's; `port`: of the meeting."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -96,6 +95,8 @@ class Link:
                 return None
             nbytes, kind = _HEAD.unpack(self._filled(bytearray(first), _HEAD.size, deadline))
             return Frame(Kind(kind), self._filled(bytearray(), nbytes, deadline), fds[0] if fds else None)
+        except ConnectionResetError:  # it ended before it read all that we sent
+            return None
         except OSError as error:
             raise WorkerLost(f"a rank's socket broke or stayed silent ({error}); try again") from None
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from core.errors import ConfigError
+from core.errors import ConfigError, WorkerLost
 from core.kv import KVLayout
 from core.settings import ENV_PREFIX, Settings
 from engine import batch_bytes
@@ -23,6 +23,8 @@ from services.worker.rank_link import COPY, POOL, Kind, Link, Order
 
 END_S = 5.0
 """How long a rank may take to end when it is asked to."""
+
+_SOON_S = 0.001
 
 
 class RankProcesses:
@@ -55,7 +57,13 @@ class RankProcesses:
         """Wait until all have loaded, and meet them. Raises ConfigError when one gives up or is too slow."""
         deadline = time.monotonic() + self._settings.start_timeout_s
         for rank, link in enumerate(self._links, start=1):
-            frame = link.receive(max(0.0, deadline - time.monotonic()))
+            try:
+                frame = link.receive(max(_SOON_S, deadline - time.monotonic()))
+            except WorkerLost:
+                raise ConfigError(
+                    f"tensor-parallel rank {rank} did not load within {self._settings.start_timeout_s:g} s; "
+                    "see the log above, or raise --start-timeout-s"
+                ) from None
             if frame is None:
                 raise ConfigError(f"tensor-parallel {self._ending(rank)} while it loaded; see the log above")
             if frame.kind is Kind.FAILED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -24,18 +25,21 @@ from services.address import free_port
 ROOT = Path(__file__).resolve().parents[2]
 GOLD = {case["name"]: case for case in json.loads((ROOT / "tests/data/gold.json").read_text())["cases"]}
 START_S = 90.0
+PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Not used for http, but without one httpx reads all certificates for each request: 80 ms."""
 FLAGS = {"dtype": "fp32", "num_blocks": 400, "log_level": "info", "cpu_threads": 1, "min_remote_tokens": 16}
 
 
 @dataclass
 class Process:
-    """One Baton process, its log and its probe."""
+    """One Baton process, its log and its probe. `env`: on top of this process's environment."""
 
     name: str
     role: str
     flags: dict[str, object]
     port: int = 0
     probe_port: int = 0
+    env: dict[str, str] = field(default_factory=dict)
     popen: subprocess.Popen[bytes] | None = None
     log: Path = field(default_factory=lambda: Path(tempfile.mkstemp(suffix=".log")[1]))
 
@@ -47,7 +51,7 @@ class Process:
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "services.cli", self.role, *arguments],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                cwd=ROOT, env=os.environ | self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
     @property
@@ -91,7 +95,7 @@ class Process:
     def ready(self) -> dict[str, Any]:
         """The body of its readiness probe; {} when it does not answer."""
         try:
-            return httpx.get(f"http://127.0.0.1:{self.probe_port}/ready", timeout=2).json()
+            return httpx.get(f"http://127.0.0.1:{self.probe_port}/ready", timeout=2, verify=PLAIN).json()
         except (httpx.HTTPError, ValueError):
             return {}
 
@@ -101,16 +105,23 @@ class Process:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's series that carry these labels; a name that is not exported is an error."""
-        text = httpx.get(f"http://127.0.0.1:{self.probe_port}/metrics", timeout=5).text
-        assert f"# TYPE {name.removesuffix('_count').removesuffix('_sum')} " in text, (
-            f"{name} is not exported"
-        )
-        total = 0.0
-        for line in text.splitlines():
-            head, _, value = line.rpartition(" ")
-            if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
-                total += float(value)
-        return total
+        return sum_of(self.metrics(), name, **labels)
+
+    def metrics(self) -> str:
+        """What the probe exports now, as text."""
+        return httpx.get(f"http://127.0.0.1:{self.probe_port}/metrics", timeout=5, verify=PLAIN).text
+
+
+def sum_of(metrics: str, name: str, **labels: str) -> float:
+    """Of `Process.metrics`, as `Process.metric`."""
+    exported = name.removesuffix("_count").removesuffix("_sum")
+    assert f"# TYPE {exported} " in metrics, f"{name} is not exported"
+    total = 0.0
+    for line in metrics.splitlines():
+        head, _, value = line.rpartition(" ")
+        if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+            total += float(value)
+    return total
 
 
 class Cluster:
@@ -169,7 +180,7 @@ class Cluster:
     def model(self) -> str:
         """The served name, as `/v1/models` tells it."""
         if not self._model:
-            self._model = httpx.get(f"{self.url}/v1/models", timeout=5).json()["data"][0]["id"]
+            self._model = httpx.get(f"{self.url}/v1/models", timeout=5, verify=PLAIN).json()["data"][0]["id"]
         return self._model
 
     def worker(self, name: str) -> Process:
@@ -190,7 +201,7 @@ class Cluster:
 
     def cluster(self) -> list[dict[str, Any]]:
         try:
-            return httpx.get(f"{self.url}/v1/cluster", timeout=5).json()["workers"]
+            return httpx.get(f"{self.url}/v1/cluster", timeout=5, verify=PLAIN).json()["workers"]
         except (httpx.HTTPError, ValueError, KeyError):
             return []
 
@@ -203,7 +214,7 @@ class Cluster:
         """POST /v1/completions and wait for the whole answer."""
         headers = {"X-Baton-Plan": plan}
         url, body = f"{self.url}/v1/completions", self.body(prompt, **more)
-        return httpx.post(url, json=body, headers=headers, timeout=timeout)
+        return httpx.post(url, json=body, headers=headers, timeout=timeout, verify=PLAIN)
 
     @contextmanager
     def stream(
@@ -214,9 +225,8 @@ class Cluster:
         Leaving the block early closes the connection, as a client does that goes away.
         """
         headers, body = {"X-Baton-Plan": plan}, self.body(prompt, stream=True, **more)
-        with httpx.stream(
-            "POST", f"{self.url}/v1/completions", json=body, headers=headers, timeout=timeout
-        ) as reply:
+        url = f"{self.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=timeout, verify=PLAIN) as reply:
             if reply.status_code != 200:
                 raise AssertionError(f"{reply.status_code}: {reply.read().decode()}")
             yield events(reply.iter_lines())

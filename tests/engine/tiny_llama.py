@@ -90,7 +90,7 @@ def tiny_runner(
     config = config or tiny_config()
     weights = load_weights(TinyCheckpoint(config), dtype, cache_dir)
     cache = KVCache(layout_of(config, block_size, kv_dtype), 2048 // block_size)
-    cache.pool.fill_(float("nan"))
+    cache.raw.fill_(0xFF)  # NaN in every format
     return ModelRunner(Llama(config, weights, kernels), cache)
 
 

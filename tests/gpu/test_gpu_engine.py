@@ -59,8 +59,8 @@ def test_the_pool_is_within_its_share(pool: Pool) -> None:
 
 
 def test_a_block_comes_to_the_host(pool: Pool) -> None:
-    assert isinstance(pool.region, DeviceRegion)
+    assert isinstance(pool.regions[0], DeviceRegion)
     raw = pool.runner.cache.raw
     raw[3] = torch.arange(raw.shape[1], device=DEVICE).to(torch.uint8)
     torch.cuda.synchronize()
-    assert bytes(pool.region.block(3)) == bytes(i % 256 for i in range(raw.shape[1]))
+    assert bytes(pool.regions[0].block(3)) == bytes(i % 256 for i in range(raw.shape[1]))

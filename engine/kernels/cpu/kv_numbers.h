@@ -84,14 +84,21 @@ INLINE void store_codes(void *to, int64_t i, vu codes) {
     memcpy((char *)to + i, &bytes, sizeof bytes);
 }
 
-/* Stores width / levels as bf16 and returns its reciprocal; 0 for a token that counts as zeros or is not finite. */
+INLINE vf clamped(vf x, float least, float most) { return least_of(higher(x, splat(least)), most); }
+
+/* Stores width / levels as bf16 and returns it as stored; infinity, which makes all numbers zeros, for a token that
+ * counts as zeros or is not finite. */
 INLINE float put_scale(void *scale, float width, float levels, int finite) {
-    store_one(scale, 0, !finite ? __builtin_nanf("") : width <= 1e-30f ? 0 : width / levels, 1);
-    const float stored = load_one(scale, 0, 1);
-    return finite && stored != 0 ? 1.0f / stored : 0;
+    const float given = !finite ? __builtin_nanf("") : width <= 1e-30f ? 0 : width / levels;
+    store_one(scale, 0, given, 1);
+    return finite && given != 0 ? load_one(scale, 0, 1) : __builtin_inff();
 }
 
-INLINE vf clamped(vf x, float least, float most) { return least_of(higher(x, splat(least)), most); }
+/* Integers least .. most. A product with the scale's reciprocal would round otherwise than torch. */
+INLINE vu steps_of(vf x, float scale, float zero, float least, float most, int finite) {
+    const vf steps = clamped(nearest(x / scale) + zero, least, most);
+    return finite ? (vu)__builtin_convertvector(steps, vi) : (vu){0};
+}
 
 /* `count` numbers of a token, a multiple of 16, into the pool; `from` is fp32 or bf16. */
 INLINE void put_numbers(const void *from, int64_t count, void *numbers, void *scale, void *zero, const int bf16,
@@ -112,22 +119,18 @@ INLINE void put_numbers(const void *from, int64_t count, void *numbers, void *sc
     const float high = highest(top), low = highest(bottom);
     const int finite = sum(check) == 0;
     if (format == INT8) {
-        const float inverse = put_scale(scale, high > low ? high : low, 127.0f, finite);
-        for (int64_t i = 0; i < count; i += LANES) {
-            const vf steps = finite ? clamped(nearest(load(from, i, bf16) * inverse), -127, 127) : splat(0);
-            store_codes(numbers, i, (vu)__builtin_convertvector(steps, vi));
-        }
+        const float step = put_scale(scale, high > low ? high : low, 127.0f, finite);
+        for (int64_t i = 0; i < count; i += LANES)
+            store_codes(numbers, i, steps_of(load(from, i, bf16), step, 0, -127, 127, finite));
         return;
     }
-    const float inverse = put_scale(scale, low + high, 15.0f, finite);
-    const float middle = finite ? clamped(nearest(splat(low * inverse)), 0, 15)[0] : 0;
+    const float step = put_scale(scale, low + high, 15.0f, finite);
+    const uint32_t middle = steps_of(splat(low), step, 0, 0, 15, finite)[0];
     *(uint8_t *)zero = (uint8_t)middle;
     for (int64_t i = 0; i < count; i += 16) {
         uint64_t halves[2];
-        for (int64_t j = 0; j < 16; j += LANES) {
-            const vf steps = finite ? clamped(nearest(load(from, i + j, bf16) * inverse) + middle, 0, 15) : splat(0);
-            store_codes(halves, j, (vu)__builtin_convertvector(steps, vi));
-        }
+        for (int64_t j = 0; j < 16; j += LANES)
+            store_codes((char *)halves, j, steps_of(load(from, i + j, bf16), step, (float)middle, 0, 15, finite));
         const uint64_t both = halves[0] | halves[1] << 4;
         memcpy((char *)numbers + i / 2, &both, 8);
     }
