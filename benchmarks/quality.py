@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import BLOCK, CACHE_DIR, make_runner
+from benchmarks.engine_cells import BLOCK, CACHE_DIR, make_runner
 from checkpoint.open import open_checkpoint
 from engine.batch import Batch, Chunk
 from engine.kernels.native import NativeKernels

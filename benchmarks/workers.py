@@ -16,7 +16,7 @@ import grpc
 from core.request import Gathered, PrefillTarget, Request, SamplingParams
 from core.settings import Settings
 from services.address import free_port
-from services.children import Child, child_flags
+from services.children import Child, child_flags, secret_environment
 from services.worker.cpu import format_cores, split_cores
 from wire import channel, codec
 from wire.v1 import generation_pb2 as pb
@@ -40,7 +40,7 @@ def start_workers(
             cpu_affinity=format_cores(share),
         )
         probe = f"http://127.0.0.1:{probe_port}/ready"
-        child = Child(f"{role}-{i}", [role, *flags], probe, address=f"127.0.0.1:{port}")
+        child = Child(f"{role}-{i}", [role, *flags], probe, f"127.0.0.1:{port}", secret_environment(settings))
         child.start()
         stack.callback(child.wait, 15.0)
         stack.callback(child.terminate)

@@ -18,6 +18,9 @@ from http.client import HTTPException
 from core.settings import ENV_PREFIX, Settings
 from services import orphan
 
+SECRETS = ("api_key", "redis_url")
+"""Settings that hold keys or passwords."""
+
 SENTENCE = "baton: "
 """How a line begins that says, to a person, why a process gives up."""
 
@@ -25,13 +28,13 @@ SENTENCE = "baton: "
 def child_flags(settings: Settings, **own: object) -> list[str]:
     """Command-line flags that give a child these settings with its own values on top.
 
-    Defaults are left out, so they hold only with `child_environment`. The API key is left out too: it
-    would show in the process list.
+    Defaults are left out, so they hold only with `child_environment`. So are SECRETS, which would show in
+    the process list.
     """
     given = {
         name: value
         for name, value in settings.model_dump().items()
-        if value != Settings.model_fields[name].default and name != "api_key"
+        if value != Settings.model_fields[name].default and name not in SECRETS
     } | own
     flags = []
     for name, value in given.items():
@@ -43,10 +46,15 @@ def child_flags(settings: Settings, **own: object) -> list[str]:
     return flags
 
 
-def child_environment(environ: Mapping[str, str], api_key: str = "") -> dict[str, str]:
-    """`environ` without its settings, so that a child's flags alone decide; `api_key` is added."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
-    return kept | ({f"{ENV_PREFIX}API_KEY": api_key} if api_key else {})
+def secret_environment(settings: Settings) -> dict[str, str]:
+    """What `child_flags` leaves out of these settings, as environment variables."""
+    values = {name: getattr(settings, name) for name in SECRETS}
+    return {f"{ENV_PREFIX}{name.upper()}": value for name, value in values.items() if value}
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without its settings, so that a child's own alone decide."""
+    return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
 
 
 class Child:
@@ -78,7 +86,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
-    def start(self, api_key: str = "") -> None:
+    def start(self) -> None:
         self.ready, self.last_words = False, ""
         self._starts.append(time.monotonic())
         self._process = subprocess.Popen(
@@ -88,9 +96,7 @@ class Child:
             text=True,
             errors="replace",
             start_new_session=True,
-            env=child_environment(os.environ, api_key)
-            | self._environment
-            | {orphan.PARENT: str(os.getpid())},
+            env=child_environment(os.environ) | self._environment | {orphan.PARENT: str(os.getpid())},
         )
         self._forwarder = threading.Thread(target=self._forward, args=(self._process,), daemon=True)
         self._forwarder.start()

@@ -19,7 +19,7 @@ from checkpoint.open import open_checkpoint
 from core.errors import ConfigError
 from core.settings import Settings
 from services import address
-from services.children import SENTENCE, Child, child_flags
+from services.children import SENTENCE, Child, child_flags, secret_environment
 from services.local_redis import SCHEME, local_redis
 from services.summary import show_summary
 from services.worker.cpu import format_cores, parse_cores, split_cores
@@ -54,7 +54,8 @@ class _Launcher:
         self._workers = self._make_workers()
         addresses = ",".join(worker.address for worker in self._workers)
         router = child_flags(settings, discovery=f"static://{addresses}", port=port)
-        self._router = Child("router", ["router", *router], f"{self._url}/ready")
+        secrets = secret_environment(settings)
+        self._router = Child("router", ["router", *router], f"{self._url}/ready", environment=secrets)
         self._children = [*self._workers, self._router]
 
     def run(self) -> int:
@@ -62,7 +63,7 @@ class _Launcher:
             signal.signal(number, self._on_signal)
         try:
             for child in self._children:
-                child.start(self._settings.api_key)
+                child.start()
             status = self._wait_until_ready()
             if status == 0 and not self._stopping:
                 show_summary(self._settings, self._url, self._workers)
@@ -100,8 +101,8 @@ class _Launcher:
                 disk_cache_dir=os.path.join(s.disk_cache_dir, name) if s.disk_cache_dir else "",
             )
             probe = f"http://127.0.0.1:{probe_port}/ready"
-            place = {VISIBLE: places[i][0]} if places else {}
-            workers.append(Child(name, [role, *flags], probe, f"127.0.0.1:{port}", place))
+            environment = secret_environment(s) | ({VISIBLE: places[i][0]} if places else {})
+            workers.append(Child(name, [role, *flags], probe, f"127.0.0.1:{port}", environment))
         return workers
 
     def _router_sees_all(self) -> bool:
@@ -157,7 +158,7 @@ class _Launcher:
                 died = f"{child.name} (pid {child.pid}) died with {_ending(child, status)}"
                 if self._settings.restart_workers and child.restarts_within(60.0) < RESTARTS_PER_MINUTE:
                     self._say(f"{died}; starting it again")
-                    child.start(self._settings.api_key)
+                    child.start()
                 else:
                     child.given_up = True
                     self._say(f"{died} and stays down; the rest go on")

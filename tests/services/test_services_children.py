@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from core.settings import Settings, load
-from services.children import Child, child_environment, child_flags
+from services.children import Child, child_environment, child_flags, secret_environment
 from services.flags import make_parser
 
 
@@ -29,11 +29,12 @@ def test_flags_for_a_child_parse_back_to_the_same_settings() -> None:
             "enable_prefix_caching": False,
             "lease_s": 0.5,
             "api_key": "secret",
+            "redis_url": "redis://:secret@h",
         }
     )
     flags = child_flags(settings, port=9, discovery="static://a:1,b:2")
     assert not any("secret" in flag for flag in flags), "the process list is public"
-    expected = {"port": 9, "discovery": "static://a:1,b:2", "api_key": ""}
+    expected = {"port": 9, "discovery": "static://a:1,b:2", "api_key": "", "redis_url": ""}
     assert as_child("router", flags, {}) == settings.model_copy(update=expected)
 
 
@@ -46,9 +47,12 @@ def test_the_launchers_environment_decides_nothing_in_a_child() -> None:
     assert as_child("decode", child_flags(settings), inherited) == settings
 
 
-def test_only_the_launchers_own_key_reaches_a_child() -> None:
+def test_only_the_launchers_own_secrets_reach_a_child() -> None:
     assert child_environment({"BATON_API_KEY": "old"}) == {}
-    assert child_environment({"BATON_API_KEY": "old"}, "new") == {"BATON_API_KEY": "new"}
+    settings = Settings.model_validate({"api_key": "new", "redis_url": "redis://:p@h"})
+    secrets = secret_environment(settings)
+    assert secrets == {"BATON_API_KEY": "new", "BATON_REDIS_URL": "redis://:p@h"}
+    assert as_child("decode", child_flags(settings), secrets) == settings
 
 
 def test_the_role_is_the_command() -> None:
