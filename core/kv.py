@@ -128,17 +128,13 @@ class KVLayout:
         bytes of a number."""
         return self.block_nbytes // self.block_size
 
-    def num_blocks_in(self, nbytes: int) -> int:
-        """Blocks that fit in `nbytes` bytes: floor(nbytes / block_nbytes)."""
-        return nbytes // self.block_nbytes
-
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     """Layers as `0,27-29`, sorted. Raises ConfigError for what is not such a list of the model's layers."""
     layers: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
-        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
+        if not (first + (last if dash else "0")).isdecimal() or not first or (dash and not last):
             raise ConfigError(f"layers {text!r}: {part!r} is neither a layer nor a range such as 0-1")
         picked = range(int(first), int(last or first) + 1)
         if not picked or picked[-1] >= num_layers:

@@ -83,8 +83,8 @@ class PrefillTarget:
     """The prefill worker that a plan names: where it listens and which life of it is meant.
 
     `min_tokens`: fewer missing tokens than this are not worth asking it for; the decode worker alone
-    knows what its own pool holds. `cached_blocks`: leading blocks that it need not compute, as far as
-    the router knows.
+    knows what its own pool holds. `cached_blocks`: blocks' worth of computing that it is spared, as far as
+    the router knows. `token_s`: seconds in which it computes a prompt token, 0 = not known.
     """
 
     worker_id: str
@@ -92,6 +92,7 @@ class PrefillTarget:
     incarnation: str
     min_tokens: int = 1
     cached_blocks: int = 0
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,9 @@ class Settings(BaseModel):
     max_body_bytes: NBytes = Field(8 * 2**20, ge=1, description="largest request body")
     max_concurrent_requests: int = Field(1024, ge=1, description="requests in the router before it says busy")
     request_timeout_s: float = Field(600.0, gt=0, description="longest time a request may take")
-    step_timeout_s: float = Field(30.0, gt=0, description="a worker silent for longer is not ready")
+    step_timeout_s: float = Field(
+        30.0, gt=0, description="a worker silent for longer is not ready, a rank of it lost"
+    )
     special_tokens_in_chat: bool = Field(
         False, description="let control tokens written in chat messages act as control tokens"
     )

@@ -2,14 +2,20 @@
 
 A graph is captured for each of a few batch sizes; a batch is padded to the next one. Padding rows have no
 tokens (kv_len 0, so attention gives zeros) and store nothing (slot -1). Everything a graph reads or writes
-lies in buffers that stay: the batch is copied into them, logits are read from them.
+lies in buffers that stay and that all graphs share, since one runs at a time: the batch is copied into them,
+logits are read from them.
+
+A graph reads block tables as wide as the longest sequence may need. A step copies only the columns that its
+batch has: what is right of them is old, and kv_lens keep every kernel from reading it.
+
+    tables [sizes[-1], table_width]    | this step's columns | of earlier steps: block ids all the same |
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,8 +52,8 @@ def size_for(batch: Batch, sizes: Sequence[int], table_width: int) -> int | None
     return sizes[at] if at < len(sizes) else None
 
 
-def pad(batch: Batch, size: int, table_width: int) -> Batch:
-    """A batch of decodes as one of `size` sequences with block tables `table_width` wide."""
+def pad(batch: Batch, size: int) -> Batch:
+    """A batch of decodes as one of `size` sequences."""
     missing = size - batch.num_seqs
     rows = torch.arange(size)
     return replace(
@@ -58,17 +64,10 @@ def pad(batch: Batch, size: int, table_width: int) -> Batch:
         q_starts=tuple(range(size + 1)),
         row_starts=torch.arange(size + 1, dtype=torch.int32),
         kv_lens=F.pad(batch.kv_lens, (0, missing)),
-        block_tables=F.pad(batch.block_tables, (0, table_width - batch.block_tables.shape[1], 0, missing)),
+        block_tables=F.pad(batch.block_tables, (0, 0, 0, missing)),
         logits_rows=rows,
         num_decodes=size,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    buffer: torch.Tensor
-    """uint8, what `upload` copies a padded batch into"""
-    replay: Work
 
 
 class DecodeGraphs:
@@ -89,26 +88,32 @@ class DecodeGraphs:
         self._forward, self._device, self._capture = forward, device, capture
         self.sizes, self.table_width = tuple(sizes), table_width
         self._logits = torch.empty(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
-        self._captured: dict[int, _Captured] = {}
+        self._tables = torch.zeros(self.sizes[-1], table_width, dtype=torch.int32, device=device)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._replays: dict[int, Work] = {}
 
     def capture(self, block_size: int) -> None:
         """Capture all sizes, the largest first, so that the smaller ones find its memory. Writes block 0."""
         one = Batch.build([Chunk([0], 0, [0], 0)], block_size)
+        widest = replace(pad(one, self.sizes[-1]), block_tables=self._tables)
+        self._buffer = torch.empty(packed_nbytes(widest), dtype=torch.uint8, device=self._device)
         for size in reversed(self.sizes):
-            padded = pad(one, size, self.table_width)
-            buffer = torch.empty(packed_nbytes(padded), dtype=torch.uint8, device=self._device)
-            work = partial(self._work, upload(padded, self._device, buffer), size)
-            self._captured[size] = _Captured(buffer, self._capture(work))
+            batch = replace(self._upload(pad(one, size)), block_tables=self._tables[:size])
+            self._replays[size] = self._capture(partial(self._work, batch, size))
 
     def run(self, batch: Batch) -> torch.Tensor | None:
         """fp32 logits [sequences, vocab], valid until the next call; None when no captured graph fits."""
         size = size_for(batch, self.sizes, self.table_width)
-        if size is None or size not in self._captured:
+        if size is None or size not in self._replays:
             return None
-        captured = self._captured[size]
-        upload(pad(batch, size, self.table_width), self._device, captured.buffer)
-        captured.replay()
+        tables = self._upload(pad(batch, size)).block_tables
+        self._tables[:size, : tables.shape[1]].copy_(tables)
+        self._replays[size]()
         return self._logits[: batch.num_seqs]
+
+    def _upload(self, batch: Batch) -> Batch:
+        """Into the first bytes of the buffer: the parts before the tables lie where they lay at the capture."""
+        return upload(batch, self._device, self._buffer[: packed_nbytes(batch)])
 
     def _work(self, batch: Batch, size: int) -> None:
         self._logits[:size].copy_(self._forward(batch))

@@ -183,7 +183,7 @@ class Engine:
     def _as_batch_chunk(self, chunk: Chunk) -> BatchChunk:
         seq, end = chunk.seq, chunk.start + chunk.count
         logits_from = chunk.count - 1 if chunk.sample else None
-        if seq.request and seq.sampling.prompt_logprobs and seq.num_output == 0:
+        if seq.wants_every_row:
             logits_from = 0
         return BatchChunk(seq.tokens[chunk.start : end], chunk.start, seq.block_table, logits_from)
 
@@ -194,7 +194,7 @@ class Engine:
         draws: list[Draw] = []
         for chunk in plan.chunks:
             seq = chunk.seq
-            if seq.request and seq.sampling.prompt_logprobs and seq.num_output == 0:
+            if seq.wants_every_row:
                 self._keep_prompt_logprobs(chunk, logits[row : row + chunk.count])
                 row += chunk.count
             elif chunk.sample:
@@ -256,13 +256,11 @@ class Engine:
         by_tier = tuple((tier, count * size) for tier, count in report.by_tier)
         of_tiers = sum(tokens for _, tokens in by_tier)
         remote = seq.num_loaded - of_tiers
-        # Of what the prefill worker gave, the part that it did not compute either.
-        remote_cached = report.remote_cached_blocks * size - seq.num_cached - of_tiers
         return Gathered(
             cached_tokens=seq.num_cached,
             tier_tokens=by_tier,
             remote_tokens=remote,
-            remote_cached_tokens=max(0, min(remote, remote_cached)),
+            remote_cached_tokens=min(remote, report.remote_cached_blocks * size),
             computed_tokens=seq.num_prompt - seq.num_cached - seq.num_loaded,
             queue_s=seq.first_scheduled_s - seq.arrived_s,
             transfer_nbytes=report.nbytes,
@@ -282,7 +280,8 @@ class Engine:
         seq = chunk.seq
         assert seq.request is not None
         following = seq.tokens[chunk.start + 1 : chunk.start + chunk.count + 1]
-        kept = sampler.prompt_logprobs(rows[: len(following)], following, seq.sampling.logprobs or 0)
+        counts = [seq.sampling.logprobs or 0] * len(following)
+        kept = sampler.logprobs_of(rows[: len(following)], following, counts)
         so_far = self._prompt_logprobs.setdefault(seq.request.request_id, [])
         del so_far[chunk.start :]  # a preempted prompt starts over
         so_far += kept

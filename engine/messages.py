@@ -25,7 +25,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class AddPrefill:
-    """Queue a prefill job. Answered by JobStarted and BlocksBuilt, or by one Failed. `num_held`: see Add."""
+    """Queue a prefill job. Answered by BlocksBuilt, or by one Failed. `num_held`: see Add."""
 
     job: PrefillJob
     num_held: int = 0
@@ -94,7 +94,8 @@ class LoadOrdered:
 
     From where, and whether it pays at all, is for the taker of the order to decide. `load_id` is the
     sequence's, since each choice of a request may load for itself. `parked`: it was
-    preempted since it came, and what it had computed was parked. Answer with
+    preempted since it came, and what it had computed was parked. `remote`: the
+    prefill worker that the plan names may be asked. Answer with
     BlocksArrived and exactly one LoadFinished, also after LoadCancelled.
     """
 
@@ -103,6 +104,7 @@ class LoadOrdered:
     first_block: int
     block_ids: tuple[int, ...]
     hashes: tuple[bytes, ...]
+    remote: bool = False
     parked: bool = False
 
 
@@ -112,21 +114,17 @@ class LoadCancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class JobStarted:
-    """The job's place in the pool is settled; `cached_blocks` of its blocks need no computing."""
-
-    job_id: str
-    cached_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
 class BlocksBuilt:
-    """Blocks `first ...` of the job are committed in the pool as `block_ids`, at monotonic `at_s`."""
+    """Blocks `first ...` of the job are committed in the pool as `block_ids`, at monotonic `at_s`.
+
+    `cached`: they were found in the pool or in a tier, not computed.
+    """
 
     job_id: str
     first: int
     block_ids: tuple[int, ...]
     at_s: float
+    cached: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ class Failed:
     error: BatonError
 
 
-Event = TokenDelta | LoadOrdered | LoadCancelled | JobStarted | BlocksBuilt | Failed
+Event = TokenDelta | LoadOrdered | LoadCancelled | BlocksBuilt | Failed
 
 
 @dataclass(frozen=True, slots=True)

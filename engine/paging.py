@@ -74,9 +74,9 @@ class Pager:
         """Cached blocks that start this sequence; changes nothing.
 
         At least one token is left to compute where a token is to be sampled. A request for its
-        prompt's log probabilities reads no cache: it needs every row of logits.
+        prompt's log probabilities reads no cache before its first token: it needs every row of logits.
         """
-        if not self.pool.caching or (seq.request and seq.sampling.prompt_logprobs):
+        if not self.pool.caching or (seq.request and seq.sampling.prompt_logprobs and not seq.num_output):
             return []
         return self.pool.match(seq.hasher.hashes[: self.num_reusable(seq)], seq.tokens, self.block_size)
 
@@ -99,7 +99,8 @@ class Pager:
         """Give the sequence its cached blocks and fresh ones for all of its other tokens."""
         need = num_blocks_for(len(seq.tokens), self.block_size) - len(cached)
         self.pool.acquire(cached)
-        self._store.touched(seq.hasher.hashes[: len(cached)])
+        if not seq.parked:  # coming back is no further use
+            self._store.touched(seq.hasher.hashes[: len(cached)])
         seq.block_table = cached + self.pool.allocate(need)
         seq.num_computed = len(cached) * self.block_size
         seq.num_committed = len(cached)

@@ -14,29 +14,42 @@ import torch
 
 from core.blocks import num_blocks_for
 from engine.batch import Chunk
-from engine.step import Limits
+from engine.step import MAX_PROMPT_LOGPROBS, Limits
 
 FEW_DECODES = (1, 4, 16)
 """Decode batches that choose other code on a CPU."""
 
 
 def largest_steps(limits: Limits, history: int) -> list[list[Chunk]]:
-    """The steps that need the most memory: a full chunk behind `history` tokens (as far as the longest
-    sequence allows), and that beside decodes.
+    """The steps that need the most memory: prompts that fill the budget, each behind `history` tokens as far
+    as the longest sequence allows, and that beside as many decodes as leave room for them.
+
+    As many rows of logits are wanted as of prompts whose log probabilities are.
     """
-    length = min(history + limits.max_num_batched_tokens, limits.max_model_len)
-    table = [0] * num_blocks_for(length, limits.block_size)
-
-    def prompt(num_tokens: int) -> Chunk:
-        num_tokens = min(num_tokens, length)
-        return Chunk([0] * num_tokens, length - num_tokens, table, num_tokens - 1)
-
-    num_decodes = limits.max_num_seqs - 1
+    budget, most = limits.max_num_batched_tokens, limits.max_num_seqs
+    num_prompts = 1
+    while num_prompts < most and num_prompts * limits.max_model_len < budget - (most - num_prompts):
+        num_prompts += 1
+    num_decodes = most - num_prompts
     return [
-        [prompt(limits.max_num_batched_tokens)],
-        [Chunk([0], 0, table, 0)] * num_decodes
-        + [prompt(max(1, limits.max_num_batched_tokens - num_decodes))],
+        _prompts(budget, most, limits, history),
+        [Chunk([0], 0, [0], 0)] * num_decodes
+        + _prompts(max(1, budget - num_decodes), num_prompts, limits, history),
     ]
+
+
+def _prompts(num_tokens: int, at_most: int, limits: Limits, history: int) -> list[Chunk]:
+    """Chunks of `num_tokens` tokens together, or as many as `at_most` sequences have."""
+    length = min(history + num_tokens, limits.max_model_len)
+    table = [0] * num_blocks_for(length, limits.block_size)
+    chunks: list[Chunk] = []
+    rows = MAX_PROMPT_LOGPROBS
+    while num_tokens and len(chunks) < at_most:
+        count = min(num_tokens, length)
+        wanted = max(1, min(rows, count))
+        chunks.append(Chunk([0] * count, length - count, table, count - wanted))
+        num_tokens, rows = num_tokens - count, rows - wanted
+    return chunks
 
 
 def largest_decodes(limits: Limits) -> list[Chunk]:

@@ -77,7 +77,10 @@ class Followers(Protocol):
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner. WorkerLost from it is the end: some rank may have done a part of the step."""
+    """Rank 0's runner. WorkerLost from it is the end: some rank may have done a part of the step.
+
+    After `warm_up` block 0 is zeros here, in other ranks it holds what the steps left there.
+    """
 
     def __init__(self, model: Llama, cache: KVCache, followers: Followers) -> None:
         super().__init__(model, cache)

@@ -55,15 +55,31 @@ def sample(logits: torch.Tensor, draws: Seq[Draw]) -> list[tuple[int, TokenLogpr
     else:
         for i in rest:
             chosen[i] = _choose(logits[draws[i].row], draws[i])
-    return [
-        (token_id, None if d.seq.sampling.logprobs is None else _logprob(logits[d.row], token_id, d.seq))
-        for token_id, d in zip(chosen, draws, strict=True)
-    ]
+    logprobs: list[TokenLogprob | None] = [None] * len(draws)
+    counts = {i: d.seq.sampling.logprobs for i, d in enumerate(draws) if d.seq.sampling.logprobs is not None}
+    if counts:
+        rows = logits[[draws[i].row for i in counts]]
+        found = logprobs_of(rows, [chosen[i] for i in counts], list(counts.values()))
+        for i, logprob in zip(counts, found, strict=True):
+            logprobs[i] = logprob
+    return list(zip(chosen, logprobs, strict=True))
 
 
-def prompt_logprobs(logits: torch.Tensor, token_ids: Seq[int], count: int) -> list[TokenLogprob]:
-    """Log probabilities of `token_ids` `[n]`, each under the row of `logits` `[n, vocab]` before it."""
-    return [logprob_of(row, token_id, count) for row, token_id in zip(logits, token_ids, strict=True)]
+def logprobs_of(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
+    """Raw log probabilities of `token_ids` `[n]`, each under its row of `logits` `[n, vocab]`, and of the
+    `counts` `[n]` best tokens of that row. Waits for the device once, and once per different count.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    at = torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
+    given = logprobs.gather(1, at[:, None])[:, 0].tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(given)
+    # Which of equal tokens come first may depend on how many are asked for: no row's answer on another's.
+    for count in set(counts) - {0}:
+        rows = [i for i, each in enumerate(counts) if each == count]
+        best, ids = torch.topk(logprobs if len(rows) == len(given) else logprobs[rows], count)
+        for i, of_row, values in zip(rows, ids.tolist(), best.tolist(), strict=True):
+            tops[i] = tuple(zip(of_row, values, strict=True))
+    return [TokenLogprob(*each) for each in zip(token_ids, given, tops, strict=True)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -88,6 +104,7 @@ def choose_together(logits: torch.Tensor, draws: Seq[Draw]) -> list[int]:
     rows = logits[[draw.row for draw in draws]]
     for row, draw in zip(rows, draws, strict=True):
         _adjust(row, draw)
+    _mask(rows, draws)
     params = torch.tensor([_sample_params(draw) for draw in draws], dtype=torch.float32)
     return sample_rows(rows, params.to(logits.device)).tolist()
 
@@ -112,6 +129,7 @@ def _choose(logits: torch.Tensor, draw: Draw) -> int:
     params = draw.seq.sampling
     logits = logits.clone()
     _adjust(logits, draw)
+    _mask(logits[None], [draw])
     if params.greedy:
         return int(logits.argmax())
     return _draw(logits / params.temperature, params, _uniform_of(draw))
@@ -122,14 +140,20 @@ def _uniform_of(draw: Draw) -> float:
 
 
 def _adjust(logits: torch.Tensor, draw: Draw) -> None:
-    """Bias, penalties and masks of one row, in place."""
+    """Bias and penalties of one row, in place."""
     params, seq = draw.seq.sampling, draw.seq
     for token_id, bias in params.logit_bias:
         logits[token_id] += bias
     if params.has_penalties:
         _penalize(logits, seq, params)
-    if masks.any_apply(seq):
-        logits.masked_fill_(~masks.allowed(seq, len(logits)).to(logits.device), -torch.inf)
+
+
+def _mask(rows: torch.Tensor, draws: Seq[Draw]) -> None:
+    """`engine.masks` of all draws, in place, over one copy to the device. Row i is that of draw i."""
+    masked = [i for i, draw in enumerate(draws) if masks.any_apply(draw.seq)]
+    if masked:
+        allowed = torch.stack([masks.allowed(draws[i].seq, rows.shape[1]) for i in masked])
+        rows[masked] = rows[masked].masked_fill_(~allowed.to(rows.device), -torch.inf)
 
 
 def _penalize(logits: torch.Tensor, seq: Sequence, params: SamplingParams) -> None:
@@ -145,10 +169,11 @@ def _penalize(logits: torch.Tensor, seq: Sequence, params: SamplingParams) -> No
         counts.output[token_id] += 1
     counts.num_counted = len(seq.tokens)
     if params.repetition_penalty != 1.0:
-        hit = logits[counts.seen]
-        logits[counts.seen] = torch.where(
-            hit > 0, hit / params.repetition_penalty, hit * params.repetition_penalty
-        )
+        penalty = params.repetition_penalty
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits.copy_(
+            torch.where(counts.seen, penalized, logits)
+        )  # an index of `seen` would wait for a device
     logits -= params.frequency_penalty * counts.output
     logits -= params.presence_penalty * (counts.output > 0)
 
@@ -184,17 +209,3 @@ def _head_suffices(best: torch.Tensor, params: SamplingParams) -> bool:
     by_top_p = params.top_p < 1.0 and float(best.double().sum()) >= params.top_p
     by_min_p = params.min_p > 0.0 and float(best[-1]) < params.min_p * float(best[0])
     return by_top_p or by_min_p
-
-
-def _logprob(logits: torch.Tensor, token_id: int, seq: Sequence) -> TokenLogprob:
-    return logprob_of(logits, token_id, seq.sampling.logprobs or 0)
-
-
-def logprob_of(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprob:
-    """Raw log probability of `token_id` and of the `count` best tokens of one row `[vocab]`."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if count:
-        best, ids = torch.topk(logprobs, count)
-        top = tuple(zip(ids.tolist(), best.tolist(), strict=True))
-    return TokenLogprob(token_id, float(logprobs[token_id]), top)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from core.blocks import BlockHasher, num_shareable_blocks
 from core.clock import Clock, monotonic
-from core.errors import BatonError, ContextLengthExceeded, Overloaded
+from core.errors import BatonError
 from core.request import Request
 from engine.block_pool import BlockPool, NoFreeBlocks
 from engine.budget import share_budget
@@ -24,12 +24,12 @@ from engine.messages import (
     BlocksBuilt,
     Event,
     Failed,
-    JobStarted,
     LoadCancelled,
     LoadOrdered,
     LoadReport,
 )
 from engine.paging import BlockStore, NoStore, Pager
+from engine.refusals import refusal
 from engine.sequence import PrefillJob, Sequence, State
 from engine.step import Chunk, Limits, StepPlan
 
@@ -68,7 +68,7 @@ class Scheduler:
         """Queue a request, or say why not: it can never fit, or the queue is full."""
         prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
         what = f"prompt ({prompt} tokens) and max_tokens ({answer})"
-        if error := self._too_long(prompt + answer, what) or self._busy():
+        if error := self._refusal(prompt + answer, what, request.sampling.n):
             return Failed(request.request_id, error)
         seq = self._new(f"{request.request_id}/0", request.prompt_token_ids, request.cache_salt)
         seq.request, seq.matcher = request, matcher
@@ -82,7 +82,7 @@ class Scheduler:
     def add_prefill(self, job: PrefillJob, num_held: int = 0) -> Failed | None:
         """Queue a prefill job, or say why not."""
         length = len(job.token_ids)
-        if error := self._too_long(length, f"the prompt's {length} tokens") or self._busy():
+        if error := self._refusal(length, f"the prompt's {length} tokens"):
             return Failed(job.job_id, error)
         seq = self._new(job.job_id, job.token_ids, job.cache_salt)
         seq.num_held = num_held
@@ -108,7 +108,7 @@ class Scheduler:
         if seq is not None and not seq.aborted:
             self._pager.mark_arrived(seq, count, from_store)
             if seq.is_prefill_job:
-                self._pending += self._publish(seq, self._clock())
+                self._pending += self._publish(seq, self._clock(), cached=True)
 
     def load_finished(self, load_id: str, report: LoadReport) -> None:
         """A load is over: the sequence computes whatever did not arrive."""
@@ -140,12 +140,11 @@ class Scheduler:
         for seq in [s for s in self.running if s.decoding]:
             if seq.state is State.RUNNING and self._make_room(seq, plan):
                 plan.chunks.append(Chunk(seq, seq.num_computed, 1, sample=True))
-        plan.chunks = [c for c in plan.chunks if c.seq.state is State.RUNNING]
         self._admit(plan, now)
         planned = {chunk.seq for chunk in plan.chunks}
         # Prompts, and whoever was preempted and found all but its last tokens in the cache.
         prompts = [s for s in self.running if s not in planned and s.num_to_compute > 0]
-        budget = max(self.limits.max_num_batched_tokens - len(plan.chunks), self.limits.block_size)
+        budget = max(self.limits.max_num_batched_tokens - len(plan.chunks), 1)
         shares = share_budget([s.num_to_compute for s in prompts], budget)
         for seq, count in zip(prompts, shares, strict=True):
             if count:
@@ -164,7 +163,7 @@ class Scheduler:
         self._pager.drop_fallen(seq)
         if not seq.is_prefill_job:
             return []
-        events = self._publish(seq, now)
+        events = self._publish(seq, now, cached=False)
         if seq.num_to_compute == 0:
             self.running.remove(seq)
             self._hold(seq)
@@ -219,6 +218,7 @@ class Scheduler:
             return False
         self._pager.reserve(seq, cached)
         self.waiting.remove(seq)
+        seq.num_passed_over = 0
         if self.pool.caching:
             self.num_queried += len(seq.tokens)
             self.num_hit += seq.num_computed
@@ -240,15 +240,14 @@ class Scheduler:
         return sum(not seq.is_prefill_job for seq in self.running)
 
     def _start_job(self, seq: Sequence, now: float) -> list[Event]:
-        cached_blocks = seq.num_computed // self.limits.block_size
         if seq.num_to_compute:
             self._run(seq)
         else:
             self._hold(seq)
-        return [JobStarted(seq.seq_id, cached_blocks), *self._publish(seq, now)]
+        return self._publish(seq, now, cached=True)
 
     def _order_load(self, seq: Sequence, plan: StepPlan, num_cached: int) -> bool:
-        until = self._loadable(seq, num_cached)
+        remote, until = seq.wants_remote, self._loadable(seq, num_cached)
         # Asked once: what does not come is computed, and so is the rest after a preemption.
         seq.wants_remote, seq.num_held = False, 0
         if until <= num_cached:
@@ -262,6 +261,7 @@ class Scheduler:
                 num_cached,
                 tuple(seq.block_table[num_cached:until]),
                 tuple(seq.hasher.hashes[num_cached:until]),
+                remote,
                 bool(seq.parked),
             )
         )
@@ -304,15 +304,16 @@ class Scheduler:
         self._pager.give_back(seq)
         if seq.num_output == 0:  # where its prompt's KV comes from is decided anew
             seq.num_cached = seq.num_loaded = 0
+            self.reports.pop(seq.request_id, None)
         seq.state = State.WAITING
         self._insert(self.waiting, seq)
 
-    def _publish(self, seq: Sequence, now: float) -> list[Event]:
+    def _publish(self, seq: Sequence, now: float, *, cached: bool) -> list[Event]:
         first, until = seq.num_published, seq.num_computed // self.limits.block_size
         if until == first:
             return []
         seq.num_published = until
-        return [BlocksBuilt(seq.seq_id, first, tuple(seq.block_table[first:until]), now)]
+        return [BlocksBuilt(seq.seq_id, first, tuple(seq.block_table[first:until]), now, cached)]
 
     def _finish(self, seq: Sequence) -> None:
         if seq.state is not State.FINISHED:
@@ -324,21 +325,8 @@ class Scheduler:
 
     # ---- small helpers
 
-    def _too_long(self, num_tokens: int, what: str) -> BatonError | None:
-        """The rope table ends at max_model_len, and what exceeds an empty pool would wait for ever."""
-        capacity = self.pool.num_blocks * self.limits.block_size
-        for room, limit in ((self.limits.max_model_len, "context"), (capacity, "KV pool")):
-            if num_tokens > room:
-                advice = "shorten the prompt or lower max_tokens"
-                return ContextLengthExceeded(
-                    f"{what} exceed this worker's {limit} of {room} tokens; {advice}"
-                )
-        return None
-
-    def _busy(self) -> BatonError | None:
-        if len(self.waiting) < self.limits.max_waiting:
-            return None
-        return Overloaded(f"{len(self.waiting)} requests are waiting here; try again later")
+    def _refusal(self, num_tokens: int, what: str, width: int = 1) -> BatonError | None:
+        return refusal(self.limits, self.pool.num_blocks, len(self.waiting), num_tokens, what, width)
 
     def _new(self, seq_id: str, token_ids: tuple[int, ...], cache_salt: str) -> Sequence:
         hasher = BlockHasher(self._namespace, cache_salt, self.limits.block_size)

@@ -100,6 +100,11 @@ class Sequence:
         return not self.is_prefill_job and self.num_output > 0 and self.num_to_compute == 1
 
     @property
+    def wants_every_row(self) -> bool:
+        """Whether the logits of all its tokens are wanted: for the log probabilities of its prompt."""
+        return self.request is not None and self.request.sampling.prompt_logprobs and self.num_output == 0
+
+    @property
     def live_blocks(self) -> list[int]:
         """The blocks that it holds a reference to."""
         return self.block_table[self.num_dropped :]

@@ -2,8 +2,9 @@
 
     token_ids | positions | slots | logits_rows | row_starts | kv_lens | block_tables      each on 64 bytes
 
-Where each part lies follows from the shapes alone, so every batch of one shape fits the buffer of another:
-a captured graph reads a buffer that the next batch of its shape is copied into.
+Where each part lies follows from the shapes before it alone, so every batch of one shape fits the buffer of
+another: a captured graph reads a buffer that the next batch of its shape is copied into. block_tables, whose
+width differs, come last.
 """
 
 from __future__ import annotations

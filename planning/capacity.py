@@ -65,8 +65,9 @@ def num_blocks_within(use: MemoryUse, utilization: float, block_nbytes: int) -> 
     MIN_BLOCKS fit.
     """
     share = int(use.total * utilization)
-    ours = use.weights + use.activations + use.reserve
-    fit = min(share - ours, use.free - use.activations) // block_nbytes
+    to_come = use.activations + use.reserve
+    ours = use.weights + to_come
+    fit = min(share - ours, use.free - to_come) // block_nbytes
     if fit >= MIN_BLOCKS:
         return fit
     need = MIN_BLOCKS * block_nbytes
@@ -78,14 +79,10 @@ def num_blocks_within(use: MemoryUse, utilization: float, block_nbytes: int) -> 
             "it, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     raise ConfigError(
-        f"{gib(use.free)} of {gib(use.total)} are free, and a step takes {gib(use.activations)} of that; "
-        f"no room for a KV pool of {MIN_BLOCKS} blocks ({gib(need)}); end what else uses this memory"
+        f"{gib(use.free)} of {gib(use.total)} are free, a step takes {gib(use.activations)} of that and "
+        f"{gib(use.reserve)} stay in reserve; no room for a KV pool of {MIN_BLOCKS} blocks ({gib(need)}); end "
+        "what else uses this memory"
     )
-
-
-def concurrency(num_tokens: int, max_model_len: int) -> float:
-    """How many sequences of the greatest length the pool holds at once."""
-    return num_tokens / max_model_len
 
 
 def gib(nbytes: int) -> str:

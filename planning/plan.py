@@ -74,7 +74,8 @@ class WorkerView:
     """A worker that takes requests now.
 
     `load`: sequences it has or is about to have. `recent`: those it was sent lately, over or not.
-    `credit_tokens`: of the request that is planned, see `planning.balance`.
+    `credit_tokens`: of the request that is planned, see `planning.balance`. `token_s`: seconds in which it
+    computes a prompt token, 0 when not known.
     """
 
     worker_id: str
@@ -85,6 +86,7 @@ class WorkerView:
     load: int
     recent: float = 0.0
     credit_tokens: float = 0.0
+    token_s: float = 0.0
 
     @property
     def max_tokens(self) -> int:

@@ -47,14 +47,11 @@ class TierPrice:
 
 @dataclass(frozen=True, slots=True)
 class LocalPrice:
-    """Computing here: seconds until this prompt's first chunk can run, then tokens per second.
-
-    `harm`: what a second of it costs those who decode here meanwhile, in seconds of this prompt's wait. 0
-    on an idle worker; above it, an equally fast prefill worker is the better one to compute.
+    """Computing here. `harm`: what a second of it costs those who decode here meanwhile or will, in seconds of
+    this prompt's wait; above 0, an equally fast prefill worker is the better one to compute.
     """
 
     tokens_per_s: float
-    queue_s: float = 0.0
     harm: float = 0.0
 
 
@@ -177,5 +174,5 @@ def _asked(
 def _candidate(
     loads: Loads, rest: Rest, elsewhere_s: float, computing_s: float, local: LocalPrice
 ) -> Candidate:
-    seconds = elsewhere_s + local.queue_s + computing_s
+    seconds = elsewhere_s + computing_s
     return Candidate(loads, rest, seconds, seconds + CAUTION * elsewhere_s + local.harm * computing_s)

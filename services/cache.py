@@ -24,8 +24,7 @@ from redis.exceptions import ResponseError
 
 from core.errors import ConfigError, Unavailable
 from core.settings import Settings
-from kvtransfer.disk_files import damage
-from kvtransfer.disk_walk import LOCK, holder, lock, walk
+from kvtransfer.disk_walk import LOCK, damage, holder, lock, walk
 from kvtransfer.payload import HEADER_NBYTES, check_named
 from kvtransfer.redis_client import FAULTS, Command, RedisClient
 

@@ -42,7 +42,8 @@ def show_summary(settings: Settings, url: str, workers: list[Child]) -> None:
             continue
         kv_bytes = parts["bytes_per_token"]
         reason = (
-            f"dtype {parts['dtype']}: {parts['dtype_reason']}; {kv_bytes} bytes of KV per token; "
+            f"dtype {parts['dtype']}: {parts['dtype_reason']}; {kv_bytes} bytes of KV per token "
+            f"in {parts['kv_dtype']}; "
             f"at max length: how many sequences of {parts['max_model_len']:,} tokens the pool holds"
         )
         place = parts["device"]

@@ -62,6 +62,7 @@ def request_to_wire(request: Request) -> gen.Start:
             incarnation=target.incarnation,
             min_tokens=target.min_tokens,
             cached_blocks=target.cached_blocks,
+            token_s=target.token_s,
         ),
         epoch=request.epoch,
     )
@@ -92,7 +93,9 @@ def request_from_wire(message: gen.Start) -> Request:
     target = None
     if message.HasField("prefill"):
         p = message.prefill
-        target = PrefillTarget(p.worker_id, p.address, p.incarnation, p.min_tokens, p.cached_blocks)
+        target = PrefillTarget(
+            p.worker_id, p.address, p.incarnation, p.min_tokens, p.cached_blocks, p.token_s
+        )
     return Request(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),

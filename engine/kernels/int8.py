@@ -11,7 +11,8 @@ channels of the residual stream are 20 times as large as the rest, which then ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,6 +69,30 @@ def pack(rows: torch.Tensor, first: int, packed: torch.Tensor, scales: torch.Ten
     fours = (numbers.view(torch.uint8) ^ _OFFSET).view(torch.int32)
     packed.view(torch.int32)[at // PANEL, :, at % PANEL, 0] = fours
     scales[at] = row_scales
+
+
+def rows_of(weight: QuantizedWeight, first: int, end: int) -> QuantizedWeight:
+    """Rows `first` .. `end` - 1 over the same memory. Raises ValueError when `first` is within a panel."""
+    if first % PANEL:
+        raise ValueError(f"row {first} does not begin a panel of {PANEL}")
+    panels = slice(first // PANEL, -(-end // PANEL))
+    scales = weight.scales[panels.start * PANEL : panels.stop * PANEL]
+    return replace(weight, packed=weight.packed[panels], scales=scales, shape=(end - first, weight.shape[1]))
+
+
+def columns_of(weight: QuantizedWeight, first: int, end: int) -> QuantizedWeight:
+    """A copy of columns `first` .. `end` - 1, both multiples of 4; with the scales of the whole rows."""
+    packed = weight.packed[:, first // 4 : end // 4].contiguous()
+    return replace(weight, packed=packed, shape=(weight.shape[0], end - first))
+
+
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """A copy of their rows, one part after the other. Raises ValueError unless all have whole panels."""
+    if any(part.shape[0] % PANEL for part in parts):
+        raise ValueError(f"parts of {[part.shape[0] for part in parts]} rows are no whole panels of {PANEL}")
+    packed, scales = (torch.cat(each) for each in zip(*((p.packed, p.scales) for p in parts), strict=True))
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    return replace(parts[0], packed=packed, scales=scales, shape=shape)
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ class Load:
 
     def __init__(self, order: LoadOrdered, request: Request | None, block_size: int) -> None:
         self.order, self._request, self._block_size = order, request, block_size
-        self.target: PrefillTarget | None = request.prefill if request else None
+        self.target: PrefillTarget | None = request.prefill if request and order.remote else None
         self.loads: tuple[tuple[str, int], ...] = ()
         self.label = self._plan = self.error = ""
         self.num_from_tiers = 0
@@ -92,7 +92,7 @@ class Load:
         return LoadReport(
             arrived=self.arrived,
             by_tier=tuple(self._by_tier.items()),
-            remote_cached_blocks=brought.cached_blocks,
+            remote_cached_blocks=brought.cached_blocks + gap.cached_blocks,
             nbytes=brought.nbytes + gap.nbytes,
             transfer_s=brought.transfer_s + gap.transfer_s,
             exposed_s=gap.exposed_s or brought.exposed_s,

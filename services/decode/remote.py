@@ -100,8 +100,6 @@ class PrefillSource:
                     case "accepted":
                         lease.renewed(sent_at, event.accepted.lease_s)
                         renewing = asyncio.create_task(self._renew(peer.stub, transfer_id, ask.epoch, lease))
-                    case "started":
-                        brought.cached_blocks = event.started.cached_blocks
                     case "ready":
                         await self._pull(ask, brought, peer.ranks, event.ready, lease)
                         moved()
@@ -152,6 +150,7 @@ class PrefillSource:
             peer, list(ready.block_ids), local_ids, list(ready.checksums), lease, ask.load_id
         )
         brought.blocks += len(local_ids)
+        brought.cached_blocks += len(local_ids) if ready.cached else 0
         brought.nbytes += stats.nbytes
         brought.transfer_s += stats.seconds
         brought.last_block_at = heard_at - ready.age_s

@@ -138,14 +138,11 @@ class _Session:
 
     async def _prepare(self, request: Request, matcher: Matcher | None) -> None:
         """Compile a grammar that is new here, and see what the tiers hold of the prompt."""
-        request_id, grammars = request.request_id, self._host.built.grammars
+        request_id = request.request_id
         try:
-            if request.sampling.grammar is not None and matcher is None:
-                compiling = self._grammar_thread.run(
-                    lambda: grammars.compile(request.sampling), request.sampling.grammar.field
-                )
-                matcher = await compiling
-            num_held = await self._loader.look_up(request)
+            matcher, num_held = await asyncio.gather(
+                self._compiled(request, matcher), self._loader.look_up(request)
+            )
         except Exception as error:
             known = error if isinstance(error, BatonError) else _not_taken_up(request_id, error)
             self._forget(request_id)
@@ -153,6 +150,12 @@ class _Session:
         else:
             if request_id in self._open:  # not cancelled meanwhile
                 self._host.built.loop.submit(Add(request, num_held, matcher))
+
+    async def _compiled(self, request: Request, matcher: Matcher | None) -> Matcher | None:
+        grammar, grammars = request.sampling.grammar, self._host.built.grammars
+        if grammar is None or matcher is not None:
+            return matcher
+        return await self._grammar_thread.run(lambda: grammars.compile(request.sampling), grammar.field)
 
     def _validate(self, request: Request) -> None:
         """The last gate before the engine: what would break a step is refused here."""
@@ -180,15 +183,17 @@ class _Session:
             self._host.built.loop.submit(Abort(request_id, message.index))
             self._close_choice(request_id, message.index)
         else:
+            if task := self._preparing.get(request_id):
+                task.cancel()
             self._host.built.loop.submit(Abort(request_id))
             self._forget(request_id)
 
     def _on_event(self, event: Event) -> None:
         match event:
             case TokenDelta():
+                self._unsent.deltas.append(codec.delta_to_wire(event))
                 if event.gathered:
                     self._host.metrics.gathered(event.gathered)
-                self._unsent.deltas.append(codec.delta_to_wire(event))
                 if event.finish_reason:
                     self._close_choice(event.request_id, event.index)
             case Failed(request_id, error):

@@ -29,6 +29,9 @@ from services.worker.tiers import Lookups
 LINK_GUESS_NBYTES_PER_S = 2e9
 """Before the first pull."""
 
+CALL_S = 0.005
+"""Asking a prefill worker, before it computes. How long its queue is, the router weighed when it chose it."""
+
 HARM = 0.2
 """What computing a prompt here costs the sequences that decode here, in seconds of that prompt's wait."""
 
@@ -119,7 +122,7 @@ class Loader:
         finally:
             if asking:
                 asking.cancel()
-                await asyncio.wait([asking])
+                await asyncio.gather(asking, return_exceptions=True)
 
     def _decide(self, load: Load, held: list[Held]) -> Decision:
         """Every way to these blocks, priced by what was measured."""
@@ -133,10 +136,10 @@ class Loader:
             rate = self._lookups.stack.rate(each.source)
             waiting_s = rate.latency_s + rate.queued_nbytes / rate.nbytes_per_s
             tiers.append(TierPrice(each.source, each.count, waiting_s, nbytes / rate.nbytes_per_s))
-        # What the prefill worker's own queue and speed are, the router weighed when it chose it.
         prefill = None
         if target := load.target:
-            prefill = PrefillPrice(tokens_per_s, self._link_nbytes_per_s, cached_blocks=target.cached_blocks)
+            theirs = 1 / target.token_s if target.token_s else tokens_per_s
+            prefill = PrefillPrice(theirs, self._link_nbytes_per_s, CALL_S, target.cached_blocks)
         return decide(load.prompt(nbytes), tiers, LocalPrice(tokens_per_s, harm=HARM), prefill)
 
     async def _take(self, load: Load, held: list[Held]) -> None:
@@ -146,8 +149,8 @@ class Loader:
             assert lookups
             place = slice(segment.first, segment.first + count)
 
-            def arrived(done: int, before: int = segment.first) -> None:
-                load.num_from_tiers = before + done
+            def arrived(done: int, source: str = source, before: int = segment.first) -> None:
+                load.took(source, before, done)
                 self._moved(load)
 
             done = await lookups.stack.load(
@@ -157,7 +160,6 @@ class Loader:
                 arrived,
                 lookups.block_budget_s,
             )
-            load.took(source, segment.first, done)
             if done < count:
                 break
 

@@ -22,7 +22,7 @@ from core.errors import (
     PeerLost,
     SourceFailed,
 )
-from engine.messages import Abort, AddPrefill, BlocksBuilt, Event, Failed, JobStarted
+from engine.messages import Abort, AddPrefill, BlocksBuilt, Event, Failed
 from engine.sequence import PrefillJob
 from kvtransfer.handshake import check
 from kvtransfer.leases import LeaseTable
@@ -144,8 +144,6 @@ class _Job:
         self._host.built.loop.submit(AddPrefill(job, await self._num_held(job)))
         while True:
             match event := await self._inbox.get():
-                case JobStarted():
-                    yield pb.RunEvent(started=pb.Started(cached_blocks=event.cached_blocks))
                 case BlocksBuilt():
                     if ready := await self._publish(event):
                         yield pb.RunEvent(ready=ready)
@@ -173,6 +171,7 @@ class _Job:
             block_ids=block_ids,
             checksums=sums,
             age_s=monotonic() - built.at_s,
+            cached=built.cached,
         )
 
     @staticmethod

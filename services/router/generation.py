@@ -193,7 +193,12 @@ class Generation:
         min_tokens = 1 if forced else self._router.settings.min_remote_tokens
         cached_blocks = int(prefill.credit_tokens) // prefill.fingerprint.block_size
         return PrefillTarget(
-            prefill.worker_id, prefill.address, prefill.incarnation, min_tokens, cached_blocks
+            prefill.worker_id,
+            prefill.address,
+            prefill.incarnation,
+            min_tokens,
+            cached_blocks,
+            prefill.token_s,
         )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:

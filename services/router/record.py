@@ -60,6 +60,8 @@ class Record:
             error=self.error,
             plan=plan.kind.value if plan else None,
             plan_reason=plan.reason.value if plan else None,
+            source_plan=next((g.source_plan for g in self.gathered if g.source_plan), None),
+            source_error=next((g.source_error for g in self.gathered if g.source_error), None),
             prefill_worker=plan.prefill.worker_id if plan and plan.prefill else None,
             decode_worker=plan.decode.worker_id if plan else None,
         )

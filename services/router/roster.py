@@ -76,6 +76,7 @@ class Member:
             total_blocks=self.hello.total_blocks,
             load=self.load,
             recent=self.recent,
+            token_s=self.state.prefill_token_s if self.state else 0.0,
         )
 
     def credit_tokens(self, keys: Sequence[int]) -> float:

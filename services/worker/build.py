@@ -73,6 +73,7 @@ class Footprint:
     num_tokens: int
     max_model_len: int
     concurrency: float
+    kv_dtype: str
     bytes_per_token: int
     load_s: float
 
@@ -144,8 +145,8 @@ def build(
     )
     weights_nbytes = sum(tensor.nbytes for tensor in weights.values())
     progress("building the model", 0.0)
-    plain = cast(dict[str, torch.Tensor], weights)  # where int8 was refused above
     if device.type == "cuda":
+        plain = cast(dict[str, torch.Tensor], weights)  # int8 was refused above
         weights = {name: tensor.to(device) for name, tensor in plain.items()}
         kernels = select_device_kernels(config, layout, dtype, settings.deterministic)
     else:
@@ -154,7 +155,7 @@ def build(
     if processes:
         progress("waiting for the other ranks", 0.0)
         group = processes.join()
-        weights = rank_weights(config, plain, degree, 0)
+        weights = rank_weights(config, weights, degree, 0)
     model = model_class(config.architecture)(part, weights, kernels, max_model_len, group)
     limits = Limits(
         settings.block_size,
@@ -168,7 +169,7 @@ def build(
     pool = make_pool(settings, model, layout, limits, device, incarnation, processes)
     region, num_blocks = pool.regions[0], pool.num_blocks
     fingerprint = _fingerprint(checkpoint, layout, max_model_len)
-    stack = make_stack(settings, region, fingerprint, events)
+    stack = make_stack(settings, region, fingerprint, dtype, events)
     store = WorkerStore(region, stack, events, parks=settings.host_cache_bytes > 0)
     blocks = BlockPool(num_blocks, caching=settings.enable_prefix_caching, on_evict=store.evicted)
     scheduler = Scheduler(blocks, limits, fingerprint.namespace, store=store)
@@ -190,7 +191,8 @@ def build(
         num_blocks=num_blocks,
         num_tokens=num_tokens,
         max_model_len=max_model_len,
-        concurrency=round(capacity.concurrency(num_tokens, max_model_len), 2),
+        concurrency=round(num_tokens / max_model_len, 2),
+        kv_dtype=layout.identity,
         bytes_per_token=layout.bytes_per_token,
         load_s=time.monotonic() - started,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -13,7 +14,8 @@ def visible_gpus(environ: Mapping[str, str], device_files: Iterable[str]) -> lis
     """GPUs as CUDA_VISIBLE_DEVICES names them; `device_files`: the names in /dev."""
     if VISIBLE in environ:
         named = (part.strip() for part in environ[VISIBLE].split(","))
-        return [name for name in named if name and name != "-1"]
+        # CUDA reads no further than the first name that is none.
+        return list(takewhile(lambda name: name not in ("", "-1"), named))
     # CUDA counts those it finds from 0, whatever their files are numbered.
     found = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in device_files)
     return [str(i) for i in range(found)]

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from core.errors import Unavailable
 from core.settings import Settings
+from engine.messages import Abort
 from services.worker.build import Built
 from services.worker.hub import Hub
 from services.worker.kv_events import KVEventLog
@@ -52,6 +53,7 @@ class WorkerHost:
 
     def loaded(self, built: Built, metrics: WorkerMetrics) -> None:
         self._built, self._metrics = built, metrics
+        self.hub.abort = lambda request_id: built.loop.submit(Abort(request_id))
         if built.stack:
             token_s = lambda: built.loop.stats.prefill_token_s  # noqa: E731
             self.lookups = Lookups(built.stack, built.fingerprint, token_s)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from core import log
+from core.errors import EngineFault
 from core.request import TokenDelta
-from engine.messages import BlocksBuilt, Event, JobStarted, LoadCancelled, LoadOrdered
+from engine.messages import BlocksBuilt, Event, Failed, LoadCancelled, LoadOrdered
 
 _log = log.get("worker")
 
@@ -23,6 +25,8 @@ class Hub:
         self._handlers: dict[str, Handler] = {}
         # Loads outlive the interest in their request: blocks in flight have to be accounted for.
         self.on_load: Handler = self._no_loader
+        self.abort: Callable[[str], None] = lambda _: None
+        self.num_faults = 0
 
     def emit(self, events: list[Event]) -> None:
         """Called on the engine's thread with a step's events; one wake-up of the loop per step."""
@@ -48,18 +52,32 @@ class Hub:
             if isinstance(event, (LoadOrdered, LoadCancelled)):
                 handler = self.on_load
             else:
-                is_job = isinstance(event, (JobStarted, BlocksBuilt))
-                handler = self._handlers.get(event.job_id if is_job else event.request_id)
+                handler = self._handlers.get(_owner(event))
             if handler is None:
                 continue  # its owner has left; the abort is on its way
             try:
                 handler(event)
             except Exception as error:
-                kind = "delta" if isinstance(event, TokenDelta) else type(event).__name__
-                _log.error("hub.handler_failed", event_kind=kind, exc_info=error)
+                self._broke(event, handler, error)
+
+    def _broke(self, event: Event, handler: Handler, error: Exception) -> None:
+        """An event was lost: its request cannot go on rightly, so it ends with an error."""
+        self.num_faults += 1
+        _log.error("hub.handler_failed", event_kind=type(event).__name__, exc_info=error)
+        if isinstance(event, (LoadOrdered, LoadCancelled)):
+            return
+        owner = _owner(event)
+        self.abort(owner)
+        fault = EngineFault(f"the worker could not pass an answer on ({type(error).__name__}); try again")
+        with contextlib.suppress(Exception):  # it is counted and aborted already
+            handler(Failed(owner, fault))
 
     @staticmethod
     def _no_loader(event: Event) -> None:
         raise AssertionError(
             f"{type(event).__name__} without a loader: requests with a prefill target came too early"
         )
+
+
+def _owner(event: TokenDelta | BlocksBuilt | Failed) -> str:
+    return event.job_id if isinstance(event, BlocksBuilt) else event.request_id

@@ -13,6 +13,7 @@ from core import metric_names as names
 from core.request import Gathered
 from engine.loop import EngineLoop
 from kvtransfer.tier_stack import TierStack
+from services.worker.hub import Hub
 
 _ALIASES: dict[str, list[str]] = {}
 for _alias, _ours in names.VLLM_ALIASES.items():
@@ -22,8 +23,8 @@ for _alias, _ours in names.VLLM_ALIASES.items():
 class _Engine(Collector):
     """Gauges and counters of the engine, as they stand when asked."""
 
-    def __init__(self, loop: EngineLoop, labels: dict[str, str]) -> None:
-        self._loop, self._labels = loop, labels
+    def __init__(self, loop: EngineLoop, hub: Hub, labels: dict[str, str]) -> None:
+        self._loop, self._hub, self._labels = loop, hub, labels
 
     def collect(self) -> Iterator[Metric]:
         s = self._loop.stats
@@ -56,6 +57,7 @@ class _Engine(Collector):
         faults = CounterMetricFamily(names.FAULTS, "faults by place", labels=[*self._labels, "where"])
         faults.add_metric([*self._labels.values(), "engine_step"], s.step_failures)
         faults.add_metric([*self._labels.values(), "hash_mismatch"], s.hash_mismatches)
+        faults.add_metric([*self._labels.values(), "event_handler"], self._hub.num_faults)
         yield faults
 
     def _families(
@@ -121,11 +123,17 @@ class WorkerMetrics:
     """One worker's registry; every series carries role, worker and model_name."""
 
     def __init__(
-        self, loop: EngineLoop, stack: TierStack | None, role: str, worker_id: str, model_name: str
+        self,
+        loop: EngineLoop,
+        stack: TierStack | None,
+        hub: Hub,
+        role: str,
+        worker_id: str,
+        model_name: str,
     ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"role": role, "worker": worker_id, "model_name": model_name}
-        self.registry.register(_Engine(loop, self._labels))
+        self.registry.register(_Engine(loop, hub, self._labels))
         if stack:
             self.registry.register(_Tiers(stack, self._labels))
         self._tokens = self._counter(names.TOKENS_BY_SOURCE, "prompt tokens by source of their KV", "source")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from core.errors import ConfigError
 from core.kv import KVLayout
 from core.settings import Settings
 from engine import sampler
+from engine.batch import Chunk
 from engine.cuda_graphs import CudaCapture, DecodeGraphs, graph_sizes
 from engine.kv_cache import KVCache
 from engine.models.llama import Llama
 from engine.profile import largest_decodes, largest_steps, peak_nbytes, small_steps
 from engine.runner import LeadingRunner, ModelRunner
-from engine.step import Limits
+from engine.step import MAX_PROMPT_LOGPROBS, Limits
 from kvtransfer.device_region import DeviceRegion
 from kvtransfer.memory import available_nbytes
 from kvtransfer.region import Region
@@ -45,42 +46,6 @@ class Pool:
         return self.regions[0].num_blocks
 
 
-def refuse(settings: Settings, layout: KVLayout, device: torch.device) -> None:
-    """Raises ConfigError for a KV dtype that this device has no kernels for, for tiers below a GPU, and for
-    what ranks cannot do."""
-    tiers = settings.host_cache_bytes or settings.disk_cache_dir or settings.redis_url
-    if tiers and device.type == "cuda":
-        raise ConfigError(
-            "tiers hold blocks of pools in host memory, this worker's pool is on a GPU; leave out "
-            "--host-cache-bytes, --disk-cache-dir and --redis-url, or use --device cpu"
-        )
-    if device.type == "cuda" and layout.kv_dtype in ("int8", "k8v4"):
-        raise ConfigError(
-            f"--kv-cache-dtype {layout.kv_dtype} is for CPU workers, this one runs on a GPU; use auto, "
-            "fp8_e4m3 or fp8_e5m2, the same on all workers that exchange blocks"
-        )
-    if device.type == "cuda" and layout.skip_layers:
-        raise ConfigError(
-            "--kv-quant-skip-layers is for CPU workers, this one runs on a GPU; leave it out, on all "
-            "workers that exchange blocks"
-        )
-    if settings.tensor_parallel_size == 1:
-        return
-    cannot = (
-        (device.type == "cuda", "a GPU", "--device cpu"),
-        (tiers, "tiers", "no --host-cache-bytes, --disk-cache-dir or --redis-url"),
-        (settings.quantization != "none", "int8", "--quantization none"),
-        # Gloo adds the parts of a tensor in an order that follows from its size.
-        (settings.deterministic, "the same sums in every batch", "no --deterministic"),
-    )
-    for is_wanted, thing, remedy in cannot:
-        if is_wanted:
-            raise ConfigError(
-                f"--tensor-parallel-size {settings.tensor_parallel_size} does not go with {thing}; "
-                f"use {remedy}, or --tensor-parallel-size 1"
-            )
-
-
 def make_pool(
     settings: Settings,
     model: Llama,
@@ -88,14 +53,16 @@ def make_pool(
     limits: Limits,
     device: torch.device,
     incarnation: str,
+    num_blocks: int | None = None,
     ranks: RankProcesses | None = None,
 ) -> Pool:
-    """Measure, lay out and warm up. `layout`: the whole model's. Raises ConfigError when no pool fits, with
-    the numbers."""
+    """Measure, lay out and warm up. `layout`: the whole model's. `num_blocks`: as the settings give them,
+    None: as many as fit. Raises ConfigError when no pool fits, with the numbers."""
     degree = settings.tensor_parallel_size
     own = rank_layout(layout, degree)
     activations = degree * _profile(model, own, limits, device, ranks, eager=settings.enforce_eager)
-    num_blocks = _num_blocks(settings, layout, device, activations)
+    if num_blocks is None:
+        num_blocks = _fitting_blocks(settings, layout, device, activations)
     if device.type == "cuda":
         cache = KVCache(layout, num_blocks, device=device)
         regions: tuple[Region, ...] = (DeviceRegion(cache.raw, incarnation),)
@@ -129,11 +96,11 @@ def _profile(
     runner.warm_up(small_steps(limits))  # weights come into memory: not counted
     if device.type == "cpu":
         # A chunk alone has no more rows, a long history takes seconds: both take next to no more memory.
-        return peak_nbytes(device, lambda: runner.run_chunks(largest_steps(limits, history=0)[-1]))
+        return peak_nbytes(device, lambda: _run(runner, largest_steps(limits, history=0)[-1]))
 
     def run_largest() -> None:
         for chunks in largest_steps(limits, limits.max_model_len):
-            runner.run_chunks(chunks)
+            _run(runner, chunks)
 
     peak = peak_nbytes(device, run_largest)
     if not eager:
@@ -143,12 +110,13 @@ def _profile(
     return peak
 
 
-def _num_blocks(settings: Settings, layout: KVLayout, device: torch.device, activations: int) -> int:
-    given = capacity.given_num_blocks(
-        settings.num_blocks, settings.kv_cache_memory_bytes, layout.block_nbytes
-    )
-    if given is not None:
-        return given
+def _run(runner: ModelRunner, chunks: Sequence[Chunk]) -> None:
+    """One step, and the log probabilities that prompts may ask for."""
+    logits = runner.run_chunks(chunks)[:MAX_PROMPT_LOGPROBS]
+    sampler.logprobs_of(logits, [0] * len(logits), [1] * len(logits))
+
+
+def _fitting_blocks(settings: Settings, layout: KVLayout, device: torch.device, activations: int) -> int:
     utilization = settings.gpu_memory_utilization
     if device.type == "cpu":
         if utilization is None:

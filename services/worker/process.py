@@ -90,7 +90,9 @@ async def _main(
     built = await asyncio.to_thread(
         build, settings, worker_id, incarnation, threads, host.hub.emit, host.kv_events, progress
     )
-    host.loaded(built, WorkerMetrics(built.loop, built.stack, role, worker_id, model_label(settings)))
+    host.loaded(
+        built, WorkerMetrics(built.loop, built.stack, host.hub, role, worker_id, model_label(settings))
+    )
     server = channel.server()
     services = [make(host, server) for make in attach]
     watch = WatchService(host)

@@ -10,10 +10,10 @@ import os
 import signal
 import socket
 import sys
-from typing import cast
+from contextlib import suppress
 
 from core import log
-from core.errors import BatonError, ConfigError
+from core.errors import ConfigError, WorkerLost
 from services import orphan
 from services.worker import cpu
 from services.worker.rank_link import COPY, POOL, Kind, Link, Order
@@ -35,10 +35,11 @@ def main(descriptor: int) -> int:
         _, threads = cpu.confine(settings, order.rank)
         _serve(link, order, threads)
     except ConfigError as error:
-        link.send(Kind.FAILED, error.message.encode())
+        with suppress(WorkerLost):  # rank 0 may have given up before
+            link.send(Kind.FAILED, error.message.encode())
         return 2
-    except BatonError as error:
-        _log.error("rank.failed", error=error.message)
+    except WorkerLost as error:
+        _log.error("rank.failed", error=error.message, cause=str(error.__cause__))
         return 1
     return 0
 
@@ -65,8 +66,7 @@ def _serve(link: Link, order: Order, threads: int) -> None:
     cache_dir = os.path.expanduser(settings.cache_dir)
     checkpoint = open_checkpoint(settings.model)
     whole = load_weights(checkpoint, order.dtype, cache_dir, quantization=settings.quantization)
-    plain = cast(dict[str, torch.Tensor], whole)  # rank 0 refused int8
-    weights = rank_weights(checkpoint.config, plain, degree, order.rank)
+    weights = rank_weights(checkpoint.config, whole, degree, order.rank)
     config = rank_config(checkpoint.config, degree)
     kernels = select_kernels(config, layout, cache_dir)
     link.send(Kind.READY)

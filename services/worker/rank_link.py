@@ -31,7 +31,7 @@ _MIN_WAIT_S = 0.001  # a socket takes zero for "do not wait"
 COPY = struct.Struct("<II")
 """Body of a copy: source and destination block."""
 POOL = struct.Struct("<I")
-"""Body of a pool: number of blocks. Without a descriptor the rank takes memory of its own."""
+"""Body of a pool: number of blocks; the descriptor of their region comes along."""
 
 
 class Kind(IntEnum):

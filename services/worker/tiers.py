@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from blake3 import blake3
+
 from core.blocks import hash_blocks
-from core.errors import ConfigError
 from core.kv import Fingerprint
 from core.settings import Settings
 from engine.messages import LoadOrdered
@@ -92,18 +93,22 @@ class Lookups:
         self._found.pop(request_id, None)
 
 
+def tier_namespace(fingerprint: Fingerprint, dtype: str, quantization: str) -> bytes:
+    """32 bytes. Two workers may compute differently and still hand over blocks, by choice; what lives on is
+    kept apart by how it was computed, or an fp32 worker would one day serve an int8 worker's KV."""
+    return blake3(b"\x1f".join((fingerprint.namespace, dtype.encode(), quantization.encode()))).digest()
+
+
 def make_stack(
-    settings: Settings, region: Region, fingerprint: Fingerprint, events: KVEventLog
+    settings: Settings, region: Region, fingerprint: Fingerprint, dtype: str, events: KVEventLog
 ) -> TierStack | None:
     """The tiers that the settings name, each of which reports its blocks; None when they name none.
-    Raises ConfigError."""
+    Raises ConfigError for a directory that cannot be used."""
     made: dict[str, Tier] = {}
-    namespace, stall_s = fingerprint.namespace, settings.tier_timeout_s
-    order = parse_order(settings.tier_order)
+    namespace = tier_namespace(fingerprint, dtype, settings.quantization)
+    stall_s = settings.tier_timeout_s
     if not (settings.host_cache_bytes or settings.disk_cache_dir or settings.redis_url):
         return None
-    if not settings.enable_prefix_caching:
-        raise ConfigError("tiers keep blocks by their prefix: set enable_prefix_caching, or no tiers")
     if settings.disk_cache_dir:
         from kvtransfer.disk_files import BlockFiles
         from kvtransfer.disk_tier import DiskTier
@@ -121,12 +126,10 @@ def make_stack(
             stall_s,
             partial(events.report, "redis"),
         )
-    if left_out := [name for name in made if name not in order]:
-        raise ConfigError(f"--tier-order {settings.tier_order} leaves out {left_out[0]}; add it or unset it")
     return TierStack(
         region.block_nbytes,
         settings.host_cache_bytes,
-        [made[name] for name in order if name in made],
+        [made[name] for name in parse_order(settings.tier_order) if name in made],
         StorePolicy(settings.store_policy),
         lookup_timeout_s=2 * stall_s,
         load_timeout_s=4 * stall_s,

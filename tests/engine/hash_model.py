@@ -106,14 +106,17 @@ class Harness:
         )
         self.runner = HashRunner(num_blocks, block_size, limits.get("sliding_window", 0))
         self.events: list[Event] = []
+        self.prompt_lens: dict[str, int] = {}
         self.engine = Engine(self.scheduler, self.runner, self.events.extend, self.clock)
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **more: object) -> None:
-        fields = {k: more.pop(k) for k in ("prefill", "cache_salt", "block_hashes") if k in more}
+        fields = {k: more.pop(k) for k in ("prefill", "cache_salt", "block_hashes", "num_held") if k in more}
         params = SamplingParams(
             max_tokens=max_tokens, seed=more.pop("seed", 0), **({"temperature": 0.0} | more)
         )  # type: ignore[arg-type]
-        self.engine.handle(Add(Request(request_id, tuple(prompt), params, **fields)))  # type: ignore[arg-type]
+        num_held = fields.pop("num_held", 0)
+        self.prompt_lens[request_id] = len(prompt)
+        self.engine.handle(Add(Request(request_id, tuple(prompt), params, **fields), num_held))  # type: ignore[arg-type]
 
     def step(self) -> bool:
         busy = self.engine.step()
@@ -153,8 +156,15 @@ class Harness:
         return next((e for e in self.events if isinstance(e, Failed) and e.request_id == request_id), None)
 
     def assert_idle(self) -> None:
-        """Free + cached-unreferenced = total; nothing runs, waits, loads or is held."""
+        """Free + cached-unreferenced = total; nothing runs, waits, loads or is held; and every prompt's
+        tokens were accounted for by source."""
         self.pool.check()
+        for event in self.events:
+            if isinstance(event, TokenDelta) and event.gathered:
+                g = event.gathered
+                counts = [g.cached_tokens, g.remote_tokens, g.computed_tokens, *dict(g.tier_tokens).values()]
+                assert min(counts) >= 0, g
+                assert sum(counts) == self.prompt_lens[event.request_id], g
         s = self.scheduler
         assert (len(s.running), len(s.waiting), len(s.loading), len(s.held), len(s.reports)) == (
             0,

@@ -30,6 +30,7 @@ _HEADS = tiny_config(num_heads=12, num_kv_heads=6)
 CONFIGS: dict[str, ModelConfig] = {
     "tied": _HEADS,
     "biases-and-head-norms": replace(_HEADS, tie_word_embeddings=False, qkv_bias=True, head_norm=True),
+    "int8": replace(_HEADS, intermediate_size=384),
 }
 
 
@@ -45,7 +46,8 @@ def steps() -> list[list[Chunk]]:
 
 def make_runner(config: ModelConfig, folder: Path, group: Group | None = None) -> ModelRunner:
     """The whole model, or one rank's part of it."""
-    weights = load_weights(TinyCheckpoint(config), "fp32", folder)
+    quantization = "int8" if config is CONFIGS["int8"] else "none"
+    weights = load_weights(TinyCheckpoint(config), "fp32", folder, quantization=quantization)
     if group:
         weights = rank_weights(config, weights, group.degree, group.rank)
         config = rank_config(config, group.degree)

@@ -137,15 +137,42 @@ def test_which_graph_a_batch_takes(chunks: list[Chunk], size: int | None) -> Non
 
 def test_padding_has_no_tokens_and_no_slots() -> None:
     batch = Batch.build([Chunk([7], 20, [3, 5], 0), Chunk([8], 2, [4], 0)], 16)
-    padded = pad(batch, 4, 3)
+    padded = pad(batch, 4)
     assert padded.token_ids.tolist() == [7, 8, 0, 0]
     assert padded.positions.tolist() == [20, 2, 0, 0]
     assert padded.slots.tolist() == [84, 66, -1, -1]
     assert padded.kv_lens.tolist() == [21, 3, 0, 0]
-    assert padded.block_tables.tolist() == [[3, 5, 0], [4, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert padded.block_tables.tolist() == [[3, 5], [4, 0], [0, 0], [0, 0]]
     assert padded.q_starts == tuple(padded.row_starts.tolist()) == (0, 1, 2, 3, 4)
     assert padded.logits_rows.tolist() == [0, 1, 2, 3]
     assert (padded.num_decodes, padded.num_seqs, padded.num_tokens) == (4, 4, 4)
+
+
+def test_a_step_uploads_the_tables_it_has_beside_those_of_wider_steps() -> None:
+    """A graph reads the same tensors in every step; only the batch's own columns are written."""
+    seen: list[Batch] = []
+
+    def forward(batch: Batch) -> torch.Tensor:
+        seen.append(batch)
+        return torch.zeros(batch.num_seqs, 97)
+
+    graphs = DecodeGraphs(forward, CPU, (1, 4), 8000, 97, Replays())
+    graphs.capture(16)
+    for chunks in (
+        [Chunk([7], 60, [9, 8, 7, 6], 0), Chunk([8], 20, [5, 4], 0)],
+        [Chunk([6], 3, [3], 0), Chunk([5], 17, [1, 2], 0), Chunk([4], 2, [4], 0)],
+    ):
+        batch = Batch.build(chunks, 16)
+        logits = graphs.run(batch)
+        assert logits is not None
+        assert logits.shape == (len(chunks), 97)
+        read, n, width = seen[-1], *batch.block_tables.shape
+        assert read is seen[0]  # size 4 was captured first
+        assert torch.equal(read.block_tables[:n, :width], batch.block_tables)
+        assert read.block_tables.shape == (4, 8000)
+        assert read.kv_lens.tolist() == [*batch.kv_lens.tolist(), *[0] * (4 - n)]
+        assert read.token_ids[:n].tolist() == batch.token_ids.tolist()
+        assert read.slots[:n].tolist() == batch.slots.tolist()
 
 
 # ---- upload
@@ -199,3 +226,19 @@ def test_draws_of_a_batch_are_those_of_the_twin_with_the_same_uniforms() -> None
     assert got[3] == 17
     assert got[4] != best[1]
     assert choose_together(logits, draws[1:]) == got[1:]
+
+
+def test_masks_bind_their_own_rows_alone() -> None:
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(3))
+    best = logits.argmax(-1).tolist()
+    draws = [
+        draw_of(0, temperature=0.0, logit_bias=((17, 100.0),)),
+        draw_of(1, temperature=0.0, allowed_token_ids=(4, 9)),
+        draw_of(2, temperature=0.0, bad_words=((best[2],),)),
+        draw_of(2, temperature=0.0),
+    ]
+    got = choose_together(logits, draws)
+    assert got[0] == 17
+    assert got[1] == max((4, 9), key=lambda token_id: logits[1, token_id])
+    assert got[2] == logits[2].topk(2).indices[1]
+    assert got[3] == best[2]

@@ -14,7 +14,6 @@ from engine.messages import (
     AddPrefill,
     BlocksArrived,
     BlocksBuilt,
-    JobStarted,
     LoadCancelled,
     LoadFinished,
     LoadOrdered,
@@ -39,8 +38,8 @@ def test_prefill_job_publishes_as_it_commits_and_is_held(harness) -> None:
     h.engine.handle(Abort("job"))
     h.engine.handle(AddPrefill(PrefillJob("again", tuple(random_prompt(48)))))
     h.step()
-    started = [e for e in h.events if isinstance(e, JobStarted)]
-    assert [e.cached_blocks for e in started] == [0, 6], "a whole job may be cached: nothing is sampled"
+    built = [e for e in h.events if isinstance(e, BlocksBuilt)][3:]
+    assert [(len(e.block_ids), e.cached) for e in built] == [(6, True)], "nothing is sampled"
     h.engine.handle(Abort("again"))
 
 

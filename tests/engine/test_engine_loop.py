@@ -10,7 +10,7 @@ import pytest
 import torch
 from hash_model import Harness, random_prompt
 
-from core.errors import EngineFault
+from core.errors import EngineFault, WorkerLost
 from core.request import PrefillTarget, Request, SamplingParams, TokenDelta
 from engine.loop import EngineLoop
 from engine.messages import Abort, Add, AddPrefill, BlocksBuilt, Command, Event, Failed, LoadOrdered, Quiet
@@ -149,3 +149,15 @@ def test_a_lost_accelerator_is_one(rig, monkeypatch) -> None:
     rig.loop.submit(_add("r"))
     assert set(rig.wait_failed()) == {"r"}
     assert rig.loop.failed
+
+
+def test_a_lost_rank_is_one_and_its_requests_may_be_sent_again(rig, monkeypatch) -> None:
+    def lost(_: object) -> torch.Tensor:
+        raise WorkerLost("a rank ended; try again")
+
+    monkeypatch.setattr(rig.harness.runner, "run", lost)
+    rig.loop.start()
+    rig.loop.submit(_add("r"))
+    (failed,) = rig.wait_failed().values()
+    assert isinstance(failed.error, WorkerLost)
+    assert failed.error.message == "a rank ended; try again"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import parallel_ranks
@@ -23,6 +24,9 @@ from engine.models.shard import rank_config, rank_weights
 from engine.models.weights import load_weights
 from engine.parallel import Group, Meeting
 from engine.runner import LeadingRunner
+
+TOLERANCE = {"tied": 1e-5, "biases-and-head-norms": 1e-5, "int8": 2e-3}
+"""Sums are taken in another order; in int8 that may push an activation over to the next integer."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,21 +63,21 @@ def test_ranks_give_the_logits_and_the_blocks_of_one_process(degree: int, tmp_pa
             runner = make_runner(config, tmp_path, group)
             for chunks, expected in zip(steps(), alone[name][0], strict=True):
                 got = runner.run_chunks(chunks)
-                assert_near(got, expected)
+                assert_near(got, expected, TOLERANCE[name])
             runner.cache.pool.numpy().tofile(pool_file(tmp_path, name, 0))
         group.barrier()
         assert [child.wait(TIMEOUT_S) for child in children] == [0] * (degree - 1)
     for name, (_, pool) in alone.items():
         for rank, part in enumerate(pool.chunk(degree, dim=2)):
             stored = np.fromfile(pool_file(tmp_path, name, rank), np.float32).reshape(part.shape)
-            assert_near(torch.from_numpy(stored), part)
+            assert_near(torch.from_numpy(stored), part, TOLERANCE[name])
 
 
-def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """To 1e-5 of the largest number: sums are taken in another order."""
+def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """`tolerance`: in parts of the largest number."""
     assert got.shape == expected.shape
     if expected.numel():
-        assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def test_a_rank_that_ends_ends_the_step(tmp_path: Path):
@@ -134,13 +138,23 @@ def test_a_batch_survives_its_journey():
 @pytest.mark.parametrize("degree", [2, 3])
 def test_parts_are_whole_together(degree: int, tmp_path: Path):
     config = CONFIGS["tied"]
-    weights = load_weights(TinyCheckpoint(config), "fp32", tmp_path)
-    parts = [rank_weights(config, weights, degree, rank) for rank in range(degree)]
+    weights: Any = load_weights(TinyCheckpoint(config), "fp32", tmp_path)
+    parts: list[Any] = [rank_weights(config, weights, degree, rank) for rank in range(degree)]
     assert torch.equal(torch.cat([part["lm_head"] for part in parts]), weights["embed"])
     assert torch.equal(torch.cat([part["layers.1.o"] for part in parts], 1), weights["layers.1.o"])
     gates = [part["layers.2.gate_up"].chunk(2)[0] for part in parts]
     assert torch.equal(torch.cat(gates), weights["layers.2.gate_up"].chunk(2)[0])
     assert all(tensor.is_contiguous() for part in parts for tensor in part.values())
+
+
+def test_int8_panels_are_not_cut(tmp_path: Path):
+    """Of 96 units two ranks would have 48 each: one and a half panels."""
+    config = CONFIGS["tied"]
+    weights = load_weights(TinyCheckpoint(config), "fp32", tmp_path, quantization="int8")
+    for rank in range(2):
+        with pytest.raises(ConfigError, match="use --quantization none, or another degree"):
+            rank_weights(config, weights, 2, rank)
+    assert rank_weights(config, weights, 3, 2)["layers.0.down"].shape == (64, 32)
 
 
 def test_a_degree_that_does_not_divide_is_refused():

@@ -179,9 +179,36 @@ def test_the_steps_before_serving_are_the_largest_and_the_smallest() -> None:
     chunk, mixed = largest_steps(limits, history=100)
     assert [(len(c), c.start, len(c.block_table)) for c in chunk] == [(64, 100, 11)]
     assert [len(c) for c in mixed] == [1] * 7 + [57]
+    assert chunk[0].logits_from == 0
     assert largest_steps(limits, history=512)[0][0].start == 512 - 64
     assert [(len(c), c.start) for c in largest_decodes(limits)] == [(1, 511)] * 8
     assert [len(step) for step in small_steps(limits)] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompts", "mixed"),
+    [
+        (Limits(16, 512, 64, 2048, 8), [512] * 4, [1] * 60 + [512, 512, 512, 452]),
+        (Limits(16, 512, 2, 2048, 8), [512] * 2, [512] * 2),
+        (Limits(16, 512, 1, 64, 8), [64], [64]),
+        (Limits(16, 4096, 64, 2048, 8), [2048], [1] * 63 + [1985]),
+        (Limits(16, 512, 64, 32, 8), [32], [1] * 64),
+    ],
+)
+def test_the_largest_steps_fill_the_budget(limits: Limits, prompts: list[int], mixed: list[int]) -> None:
+    steps = largest_steps(limits, history=512)
+    assert [[len(chunk) for chunk in step] for step in steps] == [prompts, mixed]
+    for step in steps:
+        assert all(chunk.start + len(chunk) <= limits.max_model_len for chunk in step)
+        Batch.build(step, limits.block_size)
+
+
+def test_the_largest_steps_give_as_many_logits_as_prompts_may_ask_for() -> None:
+    for step in largest_steps(Limits(16, 200, 64, 2048, 8), history=0):
+        num_decodes = sum(len(chunk) == 1 for chunk in step)
+        num_prompts = len(step) - num_decodes
+        rows = len(Batch.build(step, 16).logits_rows)
+        assert rows == num_decodes + 256 + (num_prompts - 2)
 
 
 # ---- GOLD on the embedded model

@@ -8,23 +8,23 @@ import torch
 from core.blocks import BlockHasher
 from core.request import Request, SamplingParams
 from engine.masks import completing
-from engine.sampler import Draw, prompt_logprobs, sample, uniform
+from engine.sampler import Draw, logprobs_of, sample, uniform
 from engine.sequence import Sequence
 
 VOCAB = 5000
 
 
-def _draw(
-    logits: torch.Tensor,
-    output: tuple[int, ...] = (),
-    prompt: tuple[int, ...] = (1, 2, 3),
-    index: int = 0,
-    **given,
-):
+def _draw_of(
+    row: int, output: tuple[int, ...] = (), prompt: tuple[int, ...] = (1, 2, 3), index: int = 0, **given
+) -> Draw:
     params = SamplingParams(**({"max_tokens": 99, "seed": 5} | given))
     tokens = [*prompt, *output]
     seq = Sequence("s", tokens, len(prompt), BlockHasher(b"", "", 8), 0, 0.0, Request("r", prompt, params))
-    return sample(logits[None], [Draw(0, seq, index)])[0]
+    return Draw(row, seq, index)
+
+
+def _draw(logits: torch.Tensor, output: tuple[int, ...] = (), **given):
+    return sample(logits[None], [_draw_of(0, output, **given)])[0]
 
 
 @pytest.fixture
@@ -184,8 +184,24 @@ def test_logprobs_are_of_the_raw_distribution(logits) -> None:
     assert _draw(logits, logprobs=0)[1].top == ()
 
 
-def test_prompt_logprobs_pair_each_row_with_the_next_token(logits) -> None:
+@pytest.mark.parametrize("counts", [[0] * 40, [3] * 40, [0, 1, 20, 3, 5] * 8])
+def test_logprobs_of_many_rows_are_bit_for_bit_those_of_each_alone(counts: list[int]) -> None:
+    rows = torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
+    rows[::2] = rows[::2].round()  # ties
+    token_ids = [7 * i for i in range(40)]
+    got = logprobs_of(rows, token_ids, counts)
+    for row, token_id, count, logprob in zip(rows, token_ids, counts, got, strict=True):
+        alone = torch.log_softmax(row, -1)
+        best, ids = torch.topk(alone, count)
+        assert (logprob.token_id, logprob.logprob) == (token_id, float(alone[token_id]))
+        assert logprob.top == tuple(zip(ids.tolist(), best.tolist(), strict=True))
+    assert logprobs_of(rows[:0], [], []) == []
+
+
+def test_each_draw_of_a_step_gets_the_logprobs_it_asks_for(logits) -> None:
     rows = torch.stack([logits, logits.flip(0)])
-    first, second = prompt_logprobs(rows, [3, 4], 1)
-    assert first.logprob == pytest.approx(float(torch.log_softmax(rows[0], -1)[3]), abs=1e-5)
-    assert second.logprob == pytest.approx(float(torch.log_softmax(rows[1], -1)[4]), abs=1e-5)
+    draws = [_draw_of(row, temperature=0.0, logprobs=count) for row, count in ((1, 2), (0, None), (0, 0))]
+    (_, first), (_, none), (_, last) = sample(rows, draws)
+    assert none is None
+    assert first == logprobs_of(rows[1:], [int(rows[1].argmax())], [2])[0]
+    assert last == logprobs_of(rows[:1], [int(rows[0].argmax())], [0])[0]

@@ -17,6 +17,8 @@ DEV = ["null", "nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "tty1"]
         ({"CUDA_VISIBLE_DEVICES": "2, GPU-8f"}, DEV, ["2", "GPU-8f"]),
         ({"CUDA_VISIBLE_DEVICES": ""}, DEV, []),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, DEV, []),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, DEV, ["1"]),
+        ({"CUDA_VISIBLE_DEVICES": "1,,0"}, DEV, ["1"]),
     ],
 )
 def test_visible(environ: dict[str, str], files: list[str], gpus: list[str]) -> None:

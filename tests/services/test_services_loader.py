@@ -64,15 +64,14 @@ class Source(prefill_pb2_grpc.PrefillServicer):
             await status.abort(context, self.renew_error)
         return pb.RenewReply(lease_s=0.6)
 
-    def ready(self, first: int, ids: list[int]) -> pb.RunEvent:
+    def ready(self, first: int, ids: list[int], cached: bool = False) -> pb.RunEvent:
         sums = [checksum(self.region.block(i)) for i in ids]
-        return pb.RunEvent(ready=pb.BlocksReady(first=first, block_ids=ids, checksums=sums))
+        return pb.RunEvent(ready=pb.BlocksReady(first=first, block_ids=ids, checksums=sums, cached=cached))
 
     async def deliver(self, request: pb.RunRequest) -> AsyncIterator[pb.RunEvent]:
         yield pb.RunEvent(accepted=pb.Accepted(lease_s=0.6))
-        yield pb.RunEvent(started=pb.Started(cached_blocks=1))
         yield self.ready(0, [5, 3])
-        yield self.ready(2, [4])
+        yield self.ready(2, [4], cached=True)
         await asyncio.sleep(5)
 
     async def never(self, request: pb.RunRequest) -> AsyncIterator[pb.RunEvent]:
@@ -123,7 +122,9 @@ class Bench:
         target = PrefillTarget("p0", self.address, "their-life", min_tokens, cached) if remote else None
         params = SamplingParams(max_tokens=1, seed=0)
         self.loader.expect(Request(name, tuple(range(25)), params, prefill=target))
-        self.loader.on_event(LoadOrdered(name, name, 0, blocks, tuple(bytes([i]) * 32 for i in blocks)))
+        self.loader.on_event(
+            LoadOrdered(name, name, 0, blocks, tuple(bytes([i]) * 32 for i in blocks), remote)
+        )
 
     def with_tier(self, held: int) -> FakeTier:
         """Give the worker a tier that holds the first blocks of every order of (0, 1, 2)."""
@@ -207,7 +208,6 @@ async def test_the_lease_is_renewed_while_the_job_waits_in_the_queue(bench) -> N
     async def queued(request: pb.RunRequest) -> AsyncIterator[pb.RunEvent]:
         yield pb.RunEvent(accepted=pb.Accepted(lease_s=0.6))
         await asyncio.sleep(1.5)
-        yield pb.RunEvent(started=pb.Started())
         yield b.source.ready(0, [1, 2, 3])
         await asyncio.sleep(5)
 

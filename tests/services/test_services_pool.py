@@ -36,13 +36,22 @@ def test_blocks_on_a_cpu(values: dict[str, Any], num_blocks: int, monkeypatch: p
     assert pool._num_blocks(settings(**values), LAYOUT, CPU, 100 * LAYOUT.block_nbytes) == num_blocks
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_fp8_blocks_need_a_gpu(kv_dtype: str) -> None:
-    layout = KVLayout(2, 1, 64, 16, kv_dtype)
-    assert layout.bytes_per_token == 2 * 2 * 64
-    pool.refuse(settings(), layout, torch.device("cuda"))
-    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {kv_dtype} needs a GPU"):
-        pool.refuse(settings(), layout, CPU)
+@pytest.mark.parametrize(
+    ("kv_dtype", "skipped", "says"),
+    [
+        ("int8", (), "--kv-cache-dtype int8 is for CPU workers"),
+        ("k8v4", (), "--kv-cache-dtype k8v4 is for CPU workers"),
+        ("fp8_e4m3", (1,), "--kv-quant-skip-layers is for CPU workers"),
+        ("fp8_e5m2", (), ""),
+    ],
+)
+def test_kv_formats_a_gpu_has_no_kernels_for(kv_dtype: str, skipped: tuple[int, ...], says: str) -> None:
+    layout = KVLayout(2, 1, 64, 16, kv_dtype, skipped)
+    pool.refuse(settings(), layout, CPU)
+    if not says:
+        return pool.refuse(settings(), layout, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=says):
+        pool.refuse(settings(), layout, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

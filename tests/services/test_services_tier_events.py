@@ -16,8 +16,9 @@ from redis_process import RedisServer
 
 from core.blocks import block_key
 from core.clock import FakeClock
-from kvtransfer.disk_files import BlockFiles, Gate
+from kvtransfer.disk_files import BlockFiles
 from kvtransfer.disk_tier import DiskTier
+from kvtransfer.gate import Gate
 from kvtransfer.host_tier import HostTier
 from kvtransfer.redis_index import RedisIndex
 from kvtransfer.redis_tier import RedisTier

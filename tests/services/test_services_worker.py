@@ -66,7 +66,6 @@ class TestRefusedBeforeTheWeightsLoad:
                 {"tensor_parallel_size": 2},
                 "3 KV heads, 9 heads and 1536 MLP units of the model do not all divide",
             ),
-            (SPLIT | {"quantization": "int8"}, "--tensor-parallel-size 3 does not go with int8"),
             (SPLIT | {"host_cache_bytes": 2**20}, "--tensor-parallel-size 3 does not go with tiers"),
             (SPLIT | {"deterministic": True}, "--tensor-parallel-size 3 does not go with the same sums"),
         ],

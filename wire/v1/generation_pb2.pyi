@@ -33,18 +33,20 @@ class Start(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PrefillTarget(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "min_tokens", "cached_blocks")
+    __slots__ = ("worker_id", "address", "incarnation", "min_tokens", "cached_blocks", "token_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: str
     min_tokens: int
     cached_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., min_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+    token_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., min_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., token_s: _Optional[float] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "seed", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "allowed_token_ids", "bad_words", "grammar")

@@ -40,14 +40,12 @@ class RunRequest(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class RunEvent(_message.Message):
-    __slots__ = ("accepted", "started", "ready")
+    __slots__ = ("accepted", "ready")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    STARTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
-    started: Started
     ready: BlocksReady
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., ready: _Optional[_Union[BlocksReady, _Mapping]] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., ready: _Optional[_Union[BlocksReady, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("lease_s",)
@@ -55,23 +53,19 @@ class Accepted(_message.Message):
     lease_s: float
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
-class Started(_message.Message):
-    __slots__ = ("cached_blocks",)
-    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    cached_blocks: int
-    def __init__(self, cached_blocks: _Optional[int] = ...) -> None: ...
-
 class BlocksReady(_message.Message):
-    __slots__ = ("first", "block_ids", "checksums", "age_s")
+    __slots__ = ("first", "block_ids", "checksums", "age_s", "cached")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     first: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     age_s: float
-    def __init__(self, first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ...) -> None: ...
+    cached: bool
+    def __init__(self, first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ..., cached: _Optional[bool] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("transfer_id", "epoch")

@@ -69,23 +69,31 @@ INLINE void take_scales(vf *to, const void *const *runs, int64_t tile, int64_t f
 }
 
 #define PACK_PARAMETERS Scratch *s, const Tokens *tokens, const Tokens *next, int64_t dim
-#define ASK_FOR(p, i, format) __builtin_prefetch((const char *)(p) + numbers_nbytes(i, format), 0, 2)
+
+/* Asks for the `nbytes` bytes of a token's numbers. */
+INLINE void ask_for(const void *p, int64_t nbytes) {
+    for (int64_t b = 0; b < nbytes; b += 64) __builtin_prefetch((const char *)p + b, 0, 2);
+}
 
 /* Transposes the keys; asks for those of the next tile meanwhile: each block's layer is a short run somewhere in the
  * pool, so that otherwise every one would start with a cache miss. */
 INLINE void pack_keys(PACK_PARAMETERS, const int pairs, const int format) {
     const int64_t words = pairs ? dim / 2 : dim;
-    for (int64_t t = 0; t < TILE; t += LANES)
+    const int wide = format == FP32 || format == BF16;
+    for (int64_t t = 0; t < TILE; t += LANES) {
+        if (!wide)
+            for (int64_t i = t; i < t + LANES; i++) ask_for(next->k[i], numbers_nbytes(dim, format));
         for (int64_t w = 0; w < words; w += LANES) {
             const int64_t from = w + LANES <= words ? w : words - LANES; /* the last step may do some again */
             vf v[LANES];
             UNROLL for (int i = 0; i < LANES; i++) {
                 v[i] = pairs ? load_pairs(tokens->k[t + i], from, format) : load_numbers(tokens->k[t + i], from, format);
-                ASK_FOR(next->k[t + i], pairs ? 2 * from : from, format);
+                if (wide) __builtin_prefetch(at(next->k[t + i], pairs ? 2 * from : from, format == BF16), 0, 2);
             }
             transpose(v);
             UNROLL for (int i = 0; i < LANES; i++) s->keys[((from + i) * TILE + t) / LANES] = v[i];
         }
+    }
 }
 
 /* fp32 values stay where they are; others are widened, or interleaved two tokens at a time. Those of 8 or 4 bits of
@@ -95,11 +103,11 @@ INLINE void pack_values(PACK_PARAMETERS, const int pairs, const int format) {
         vf *to = &s->values[(pairs ? t / 2 : t) * dim / LANES];
         s->value_rows[pairs ? t / 2 : t] = format == FP32 ? tokens->v[t] : to;
         if (format == FP32) continue;
-        const float zero = format == INT4 ? tokens->value_zeros[t / 8][t % 8] : 0;
-        const float odd_zero = pairs && format == INT4 ? tokens->value_zeros[t / 8][t % 8 + 1] : 0;
+        const float zero = format == INT4 ? tokens->value_zeros[t / 8][t % 8] / 16.0f : 0;
+        const float odd_zero = pairs && format == INT4 ? tokens->value_zeros[t / 8][t % 8 + 1] / 16.0f : 0;
+        if (format != BF16) ask_for(next->v[t], numbers_nbytes(dim, format));
+        if (format != BF16 && pairs) ask_for(next->v[t + 1], numbers_nbytes(dim, format));
         for (int64_t d = 0; d < dim; d += LANES) {
-            if (format != BF16) ASK_FOR(next->v[t], d, format);
-            if (format != BF16 && pairs) ASK_FOR(next->v[t + 1], d, format);
             vf even = load_numbers(tokens->v[t], d, format) - zero;
             if (pairs) even = pair(even, load_numbers(tokens->v[t + 1], d, format) - odd_zero);
             to[d / LANES] = even;

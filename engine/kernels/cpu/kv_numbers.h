@@ -16,7 +16,7 @@ INLINE int64_t numbers_nbytes(int64_t count, int64_t format) {
     return format == FP32 ? 4 * count : format == BF16 ? 2 * count : format == INT4 ? count / 2 : count;
 }
 
-/* Numbers from their codes, the low 8 bits (of 4-bit codes the low 4) of each lane; no others are set. */
+/* Numbers from their codes, the low 8 bits (of 4-bit codes the low 4) of each lane; unless INT8, no others are set. */
 INLINE vf widen(vu code, const int format) {
     if (format == INT8) return __builtin_convertvector((vi)(code << 24) >> 24, vf);
     if (format == INT4) return __builtin_convertvector((vi)code, vf);
@@ -31,19 +31,36 @@ INLINE vf widen(vu code, const int format) {
     return (vf)((vu)x | sign);
 }
 
+/* LANES bytes. GCC 12 takes generic vectors of them apart one by one. */
+INLINE vu load_bytes(const void *p) {
+#if LANES == 16
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
+#else
+    vb bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, vu);
+#endif
+}
+
+/* LANES 4-bit codes from i on, a multiple of LANES: of 16 numbers in 8 bytes, the first 8 are in the low halves. */
+INLINE vu load_halves(const void *p, int64_t i) {
+    const char *eight = (const char *)p + i / 16 * 8;
+#if LANES == 16
+    const vu upper = {0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4};
+    int64_t bytes;
+    memcpy(&bytes, eight, 8);
+    return (vu)_mm512_cvtepu8_epi32(_mm_set1_epi64x(bytes)) >> upper & 15;
+#else
+    return load_bytes(eight) >> (uint32_t)(i % 16 / 2) & 15;
+#endif
+}
+
 /* LANES numbers of a token from its number i on, a multiple of LANES. */
 INLINE vf load_numbers(const void *p, int64_t i, const int format) {
     if (format == FP32 || format == BF16) return load(p, i, format == BF16);
-    vb codes;
-    if (format == INT4) {
-        uint64_t eight; /* 16 numbers: the first 8 in the low halves */
-        memcpy(&eight, (const char *)p + i / 16 * 8, 8);
-        uint64_t halves[2] = {eight & 0x0f0f0f0f0f0f0f0full, eight >> 4 & 0x0f0f0f0f0f0f0f0full};
-        memcpy(&codes, halves + i % 16 / 8, sizeof codes);
-    } else {
-        memcpy(&codes, (const char *)p + i, sizeof codes);
-    }
-    return widen(__builtin_convertvector(codes, vu), format);
+    return widen(format == INT4 ? load_halves(p, i) : load_bytes((const char *)p + i), format);
 }
 
 /* Two vectors of fp32 numbers that are exact in bf16, as pairs of bf16 numbers. */
@@ -55,6 +72,8 @@ INLINE vf load_pairs(const void *p, int64_t w, const int format) {
     vh both;
     memcpy(&both, (const char *)p + 2 * w, sizeof both);
     const vu codes = __builtin_convertvector(both, vu);
+    if (format == INT8) /* the upper one's sign is bit 15 */
+        return pair(widen(codes, INT8), __builtin_convertvector((vi)(codes << 16) >> 24, vf));
     return pair(widen(codes & 0xff, format), widen(codes >> 8, format));
 }
 
@@ -96,7 +115,7 @@ INLINE float put_scale(void *scale, float width, float levels, int finite) {
 
 /* Integers least .. most. A product with the scale's reciprocal would round otherwise than torch. */
 INLINE vu steps_of(vf x, float scale, float zero, float least, float most, int finite) {
-    const vf steps = clamped(nearest(x / scale) + zero, least, most);
+    const vf steps = clamped(nearest(x / scale + zero), least, most);
     return finite ? (vu)__builtin_convertvector(steps, vi) : (vu){0};
 }
 
@@ -125,12 +144,12 @@ INLINE void put_numbers(const void *from, int64_t count, void *numbers, void *sc
         return;
     }
     const float step = put_scale(scale, low + high, 15.0f, finite);
-    const uint32_t middle = steps_of(splat(low), step, 0, 0, 15, finite)[0];
+    const uint32_t middle = steps_of(splat(16 * low), step, 0, 0, 240, finite)[0];
     *(uint8_t *)zero = (uint8_t)middle;
     for (int64_t i = 0; i < count; i += 16) {
         uint64_t halves[2];
         for (int64_t j = 0; j < 16; j += LANES)
-            store_codes((char *)halves, j, steps_of(load(from, i + j, bf16), step, (float)middle, 0, 15, finite));
+            store_codes((char *)halves, j, steps_of(load(from, i + j, bf16), step, middle / 16.0f, 0, 15, finite));
         const uint64_t both = halves[0] | halves[1] << 4;
         memcpy((char *)numbers + i / 2, &both, 8);
     }
