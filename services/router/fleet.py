@@ -122,16 +122,18 @@ class Fleet:
         retry_s = FIRST_RETRY_S
         while True:
             reason = await self._watch(address, link)
-            link.decoding.clear()
-            if self.roster.lost(address, reason):
-                retry_s = FIRST_RETRY_S
-                self.connections_lost[self.roster.members[address].role] += 1
-            self._report(address, link)
+            if reason is not None:
+                link.decoding.clear()
+                if self.roster.lost(address, reason):
+                    retry_s = FIRST_RETRY_S
+                    self.connections_lost[self.roster.members[address].role] += 1
+                self._report(address, link)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
-    async def _watch(self, address: str, link: _Link) -> str:
-        """One Watch stream, to its end; returns why it ended."""
+    async def _watch(self, address: str, link: _Link) -> str | None:
+        """One Watch stream, to its end; returns why it ended, None where only news of blocks was missed:
+        the worker is there, and a new stream begins with all of its blocks."""
         call = pb_grpc.WorkerStub(link.channel).Watch(pb.WatchRequest())
         try:
             events = aiter(call)
@@ -147,7 +149,8 @@ class Fleet:
                     self.roster.state(address, event.state, self._clock())
                     self._report(address, link)
                 elif event.WhichOneof("kind") == "kv" and not self.roster.kv(address, event.kv):
-                    return "news of its blocks is missing; a new stream begins with all of them"
+                    logger.warning("worker.news_missed", address=address, incarnation=link.incarnation)
+                    return None
             return "the worker ended the stream"
         except TimeoutError:
             return f"no Hello within {HELLO_TIMEOUT_S:g} s"

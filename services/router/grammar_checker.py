@@ -21,6 +21,7 @@ import orjson
 
 from checkpoint.grammar import GrammarThread, problem, refusal
 from core import log
+from core.errors import Unavailable
 from core.request import Grammar
 from services import orphan
 
@@ -40,13 +41,16 @@ class GrammarChecker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The child; blocks until it is ready, so that no grammar's time is spent on that."""
+        """The child; blocks until it is ready, so that no grammar's time is spent on that.
+
+        Raises Unavailable when it does not come up.
+        """
         if self._child is None:
             self._child = _started()
         return self._child
 
     def check(self, grammar: Grammar) -> None:
-        """Blocks. Raises InvalidParameter that says what is wrong with `grammar`."""
+        """Blocks. Raises InvalidParameter that says what is wrong, Unavailable without a child."""
         if wrong := self._ask(self.start(), grammar.text):
             raise refusal(grammar.param, wrong)
 
@@ -90,7 +94,17 @@ def _started() -> subprocess.Popen[bytes]:
         env=os.environ | {orphan.PARENT: str(os.getpid())},
     )
     assert child.stdout is not None
-    _line(child.stdout, START_TIMEOUT_S)
+    try:
+        ready = _line(child.stdout, START_TIMEOUT_S)
+    except TimeoutError:
+        ready = b""
+    if not ready:
+        child.kill()
+        child.communicate()
+        raise Unavailable(
+            f"the router cannot start its grammar checker (status {child.returncode}); "
+            f"send the request without a grammar, or try again"
+        )
     return child
 
 

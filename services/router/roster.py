@@ -110,6 +110,9 @@ class Roster:
 
     def hello(self, address: str, hello: pb.Hello, now: float) -> None:
         member = self.members[address]
+        if member.connected and member.hello and member.hello.incarnation == hello.incarnation:
+            member.index, member.heard_at = PrefixIndex(), now  # only its blocks are told anew
+            return
         member.hello, member.state = hello, None
         member.fingerprint = codec.fingerprint_from_wire(hello.fingerprint)
         member.connected, member.heard_at, member.unseen = True, now, 0

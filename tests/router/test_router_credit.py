@@ -109,3 +109,26 @@ async def test_a_prompt_goes_where_its_prefix_is(stack_of):
                 }
             },
         }
+
+
+async def test_missed_news_costs_credit_and_not_the_worker(stack_of):
+    """1. News 5 comes, of 0 to 4 nothing was heard. 2. The stream begins anew, the worker stays in use.
+    3. A snapshot: its blocks are known again."""
+    async with stack_of(decode=1) as stack:
+        worker, fleet = stack.worker, stack.router.fleet
+        blocks = keys(worker.print)
+        changes = [pb.TierChanges(tier="device", stored=blocks)]
+        seen = set()
+
+        def noted(condition: bool) -> bool:
+            seen.update(stack.states().values())
+            seen.add(stack.up())
+            return condition
+
+        worker.tell(pb.KvEvents(first=5, next=6, tiers=changes))
+        await stack.until(lambda: noted(worker.watches > 2))
+        assert fleet.roster.credits(blocks) == {worker.incarnation: 0}
+        worker.tell(pb.KvEvents(next=6, snapshot=True, tiers=changes))
+        await stack.until(lambda: noted(fleet.roster.credits(blocks)[worker.incarnation] > 0))
+        assert seen == {"ready", 1}
+        assert not fleet.connections_lost.total()

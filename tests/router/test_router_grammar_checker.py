@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from llguidance import LLMatcher
 
-from core.errors import InvalidParameter
+from core.errors import InvalidParameter, Unavailable
 from core.request import Grammar
 from services.router import grammar_checker
 from services.router.grammar_checker import GrammarChecker
@@ -83,3 +83,11 @@ def test_close_leaves_no_child(checker) -> None:
     checker.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_a_child_that_cannot_start_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checker.sys, "executable", "/bin/false")
+    checker = grammar_checker.GrammarChecker(lambda _: None)
+    with pytest.raises(Unavailable, match="cannot start its grammar checker"):
+        checker.start()
+    checker.close()
