@@ -64,7 +64,7 @@ def _row_cases(device: torch.device) -> Iterator[Case]:
     yield Case(
         "add_rms_norm",
         shape,
-        lambda: add_error(),
+        add_error,
         lambda: norm.add_rms_norm(delta, residual, weight, EPS),
         4 * x.nbytes,
         rival=lambda: F.rms_norm(residual.add_(delta), (HIDDEN,), weight, EPS),

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import httpx
 
-from services.address import free_port
+from benchmarks.serving import served
 
 PROMPT, ANSWER = 1024, 64
 CONCURRENCY, REQUESTS = 16, 64
@@ -24,7 +20,6 @@ FLAGS = (
     "--device=cuda",
     "--transport=nixl",
     "--dtype=bf16",
-    "--log-level=warning",
     "--max-num-batched-tokens=2048",
     "--max-model-len=4096",
     "--gpu-memory-utilization=0.5",
@@ -41,13 +36,19 @@ class Answer:
 
 
 def check_serve(model: str, deadline: float) -> list[str]:
-    """Print what the server reaches; a sentence for each thing that is wrong."""
-    with _serving(model, deadline) as client:
+    """Print what the server reaches; a sentence for each thing that is wrong.
+
+    Raises SystemExit when it is not done by `deadline`, in `time.monotonic()`.
+    """
+    with (
+        served(*FLAGS, f"--model={model}", deadline=deadline) as url,
+        httpx.Client(base_url=url) as client,
+    ):
         name = client.get("/v1/models").json()["data"][0]["id"]
         prompts = [random.Random(i).choices(VOCABULARY, k=PROMPT) for i in range(REQUESTS)]
 
         def ask(prompt: list[int], plan: str, max_tokens: int = ANSWER, salt: str = "") -> Answer:
-            return _ask(client, name, prompt, plan, max_tokens, salt)
+            return _ask(client, name, prompt, plan, max_tokens, salt, deadline)
 
         for plan in ("local", "disaggregated"):
             ask(prompts[0], plan, salt=f"warm-{plan}")
@@ -89,49 +90,24 @@ def _wrong(pairs: list[list[Answer]], many: list[Answer], moved: float) -> list[
     return found
 
 
-@contextmanager
-def _serving(model: str, deadline: float) -> Iterator[httpx.Client]:
-    """A client of a server that is up. Raises SystemExit when it does not come up in time."""
-    port = free_port("127.0.0.1")
-    flags = [*FLAGS, f"--port={port}", f"--model={model}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.cli", "serve", *flags], stdin=subprocess.DEVNULL, stdout=sys.stderr
-    )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            while not _is_ready(client):
-                if process.poll() is not None:
-                    raise SystemExit(
-                        f"baton serve ended with status {process.returncode}; its reason is above"
-                    )
-                if time.monotonic() > deadline:
-                    raise SystemExit("baton serve did not come up in time; see its log above")
-                time.sleep(0.2)
-            yield client
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _is_ready(client: httpx.Client) -> bool:
-    try:
-        reply = client.get("/ready")
-    except httpx.TransportError:
-        return False
-    states = [worker["state"] for worker in reply.json().get("workers", [])]
-    return reply.status_code == 200 and states == ["ready", "ready"]
-
-
 def _ask(
-    client: httpx.Client, model: str, prompt: list[int], plan: str, max_tokens: int, salt: str
+    client: httpx.Client,
+    model: str,
+    prompt: list[int],
+    plan: str,
+    max_tokens: int,
+    salt: str,
+    deadline: float,
 ) -> Answer:
+    began, left_s = time.perf_counter(), deadline - time.monotonic()
+    if left_s <= 0:
+        raise SystemExit("the time for this check is over and requests are left; see LIMIT_S")
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     body |= {"return_token_ids": True, "ignore_eos": True} | ({"cache_salt": salt} if salt else {})
-    began = time.perf_counter()
-    reply = client.post("/v1/completions", json=body, headers={"X-Baton-Plan": plan})
+    try:
+        reply = client.post("/v1/completions", json=body, headers={"X-Baton-Plan": plan}, timeout=left_s)
+    except httpx.TimeoutException:
+        raise SystemExit(f"a request was not answered in the {left_s:.0f} s that were left") from None
     seconds = time.perf_counter() - began
     if reply.status_code != 200:
         raise SystemExit(f"a request failed with {reply.status_code}: {reply.text[:300]}")

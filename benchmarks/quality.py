@@ -1,15 +1,17 @@
 """What a number format costs in quality: perplexity on public-domain prose, and agreement with GOLD.
 
-    python -m benchmarks.quality [--formats fp32,bf16,fp32+int8,bf16+int8] [--tokens 20000] [--threads 1]
+    python -m benchmarks.quality [--formats fp32,bf16,fp32+int8,bf16+int8] [--kv fp32 int8 k8v4/skip=0,29]
+                                 [--tokens 20000] [--threads 1]
 
 Windows of 1,024 tokens, each predicted from its own beginning. "Same best token" counts the positions
-whose most likely token is that of the first format; "GOLD" those of tests/data/gold.json, fed with
+whose most likely token is that of the first row; "GOLD" those of tests/data/gold.json, fed with
 GOLD's tokens, so that one difference does not end the comparison.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -74,6 +76,7 @@ def gold_agreement(runner: ModelRunner) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--formats", default="fp32,bf16,fp32+int8,bf16+int8")
+    parser.add_argument("--kv", nargs="+", default=["auto"], help="KV dtypes, each with every format")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
@@ -83,12 +86,12 @@ def main() -> None:
         "format", "perplexity", "change", "same best token", "GOLD", title=f"quality, {len(ids):,} tokens"
     )
     base: tuple[float, torch.Tensor] | None = None
-    for number_format in given.formats.split(","):
-        runner = make_runner(number_format, NativeKernels(CACHE_DIR), WINDOW)
+    for number_format, kv in itertools.product(given.formats.split(","), given.kv):
+        runner = make_runner(number_format, NativeKernels(CACHE_DIR), WINDOW, kv)
         perplexity, best = read_prose(runner, ids)
         base = base or (perplexity, best)
         table.add_row(
-            number_format,
+            number_format if kv == "auto" else f"{number_format}, KV {kv}",
             f"{perplexity:.3f}",
             f"{perplexity / base[0] - 1:+.2%}",
             f"{(best == base[1]).double().mean().item():.1%}",

@@ -13,11 +13,7 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -25,7 +21,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from services.address import free_port
+from benchmarks.serving import served
 
 START_S = 300.0
 COLUMNS = ("server", "out tok/s", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "wall s")
@@ -90,31 +86,6 @@ def _ms(values: list[float], share: float) -> str:
     return f"{1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.0f}"
 
 
-@contextmanager
-def served(*flags: str) -> Iterator[str]:
-    """`baton serve` with these flags, ready; ended with the block."""
-    port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "services.cli", "serve", f"--port={port}", "--log-level=warning", *flags]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-        try:
-            while not _ready(url):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("baton serve did not become ready; see its log above")
-                time.sleep(0.2)
-            yield url
-        finally:
-            server.terminate()
-
-
-def _ready(url: str) -> bool:
-    try:
-        reply = httpx.get(f"{url}/ready", timeout=2)
-        return reply.status_code == 200 and all(w["state"] == "ready" for w in reply.json()["workers"])
-    except (httpx.HTTPError, KeyError):
-        return False
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--url", default="")
@@ -133,10 +104,10 @@ def main() -> None:
     if given.url:
         measure(given.url, given.url)
     else:
-        with served("--prefill=1", "--decode=1", *given.flags) as url:
-            measure("1 prefill + 1 decode", url)
-        with served("--prefill=0", "--decode=1", *given.flags) as url:
-            measure("1 aggregated", url)
+        for num_prefill, name in ((1, "1 prefill + 1 decode"), (0, "1 aggregated")):
+            flags, deadline = (f"--prefill={num_prefill}", "--decode=1"), time.monotonic() + START_S
+            with served(*flags, *given.flags, deadline=deadline) as url:
+                measure(name, url)
     Console(width=120).print(table)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -206,6 +208,20 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, max(stack, local)
 
 
+_jobs: list[tuple[Launch, int]] = []
+
+
+def compile_all(jobs: list[tuple[Launch, int]]) -> Iterator[Compiled]:
+    """In order, one process a core; forked, since a launch cannot be sent."""
+    _jobs[:] = jobs
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        yield from pool.imap(_compile_job, range(len(jobs)))
+
+
+def _compile_job(index: int) -> Compiled:
+    return compile_launch(*_jobs[index])
+
+
 def fits(compiled: Compiled) -> bool:
     return compiled.spills == 0 and compiled.shared <= SHARED_LIMIT
 
@@ -239,11 +255,10 @@ def main() -> None:
         if launch.kernel in options.kernels.split(",") and options.only in launch.variant
     ]
     rows = []
-    for launch in chosen:
-        for target in options.targets.split(","):
-            rows.append(compile_launch(launch, int(target)))
-            if options.json:
-                print(json.dumps(asdict(rows[-1])), flush=True)
+    for row in compile_all([(launch, int(t)) for launch in chosen for t in options.targets.split(",")]):
+        rows.append(row)
+        if options.json:
+            print(json.dumps(asdict(row)), flush=True)
     if not options.json:
         _print(rows)
     bad = [row for row in rows if not fits(row)]

@@ -41,14 +41,10 @@ class MemoryUse:
 def given_num_blocks(num_blocks: int | None, nbytes: int | None, block_nbytes: int) -> int | None:
     """The pool's blocks as `--num-blocks` says, else `--kv-cache-memory-bytes`; None when neither is given.
 
-    Raises ConfigError when that is fewer than MIN_BLOCKS.
+    Raises ConfigError when the bytes hold fewer than MIN_BLOCKS.
     """
-    if num_blocks is not None:
-        if num_blocks < MIN_BLOCKS:
-            raise ConfigError(f"--num-blocks {num_blocks} is too few; give at least {MIN_BLOCKS}")
+    if num_blocks is not None or nbytes is None:
         return num_blocks
-    if nbytes is None:
-        return None
     fit = nbytes // block_nbytes
     if fit < MIN_BLOCKS:
         raise ConfigError(
@@ -80,8 +76,8 @@ def num_blocks_within(use: MemoryUse, utilization: float, block_nbytes: int) -> 
         )
     raise ConfigError(
         f"{gib(use.free)} of {gib(use.total)} are free, a step takes {gib(use.activations)} of that and "
-        f"{gib(use.reserve)} stay in reserve; no room for a KV pool of {MIN_BLOCKS} blocks ({gib(need)}); end "
-        "what else uses this memory"
+        f"{gib(use.reserve)} stay in reserve; no room for a KV pool of {MIN_BLOCKS} blocks ({gib(need)}); "
+        "end what else uses this memory"
     )
 
 

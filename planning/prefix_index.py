@@ -28,7 +28,8 @@ class PrefixIndex:
     def apply(self, first: int, next_: int, snapshot: bool, changes: Iterable[Changes]) -> bool:
         """Take over numbered changes `first` to `next_ - 1`; what was seen before changes nothing.
 
-        False when some are missing before them: the index is empty then, and a snapshot is needed.
+        False when some are missing before them, which one stream never does: the index is empty then, and a
+        snapshot is needed.
         """
         if snapshot:
             self._held.clear()

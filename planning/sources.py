@@ -47,8 +47,8 @@ class TierPrice:
 
 @dataclass(frozen=True, slots=True)
 class LocalPrice:
-    """Computing here. `harm`: what a second of it costs those who decode here meanwhile or will, in seconds of
-    this prompt's wait; above 0, an equally fast prefill worker is the better one to compute.
+    """Computing here. `harm`: what a second of it costs those who decode here meanwhile or will, in seconds
+    of this prompt's wait; above 0, an equally fast prefill worker is the better one to compute.
     """
 
     tokens_per_s: float

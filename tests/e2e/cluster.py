@@ -47,7 +47,7 @@ class Process:
         self.first_flags = self.flags
 
     def start(self) -> None:
-        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in self.flags.items()]
+        arguments = [_argument(name.replace("_", "-"), value) for name, value in self.flags.items()]
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "services.cli", self.role, *arguments],
@@ -110,6 +110,12 @@ class Process:
     def metrics(self) -> str:
         """What the probe exports now, as text."""
         return httpx.get(f"http://127.0.0.1:{self.probe_port}/metrics", timeout=5, verify=PLAIN).text
+
+
+def _argument(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 def sum_of(metrics: str, name: str, **labels: str) -> float:

@@ -11,7 +11,9 @@ from core.errors import ConfigError
 from core.kv import KVLayout
 from core.settings import Settings
 from engine.device import resolve_device
-from services.worker import build, pool
+from services.worker import pool
+from services.worker.check import check_settings
+from services.worker.transports import transports
 
 LAYOUT = KVLayout(2, 1, 64, 16, "fp32")
 CPU = torch.device("cpu")
@@ -27,13 +29,11 @@ def settings(**values: Any) -> Settings:
         ({}, 2**30 // LAYOUT.block_nbytes),
         ({"gpu_memory_utilization": 0.5}, 400),
         ({"gpu_memory_utilization": 0.5, "workers_per_gpu": 2}, 400),
-        ({"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 10 * LAYOUT.block_nbytes}, 10),
-        ({"gpu_memory_utilization": 0.5, "num_blocks": 7}, 7),
     ],
 )
 def test_blocks_on_a_cpu(values: dict[str, Any], num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "available_nbytes", lambda: 1000 * LAYOUT.block_nbytes)
-    assert pool._num_blocks(settings(**values), LAYOUT, CPU, 100 * LAYOUT.block_nbytes) == num_blocks
+    assert pool._fitting_blocks(settings(**values), LAYOUT, CPU, 100 * LAYOUT.block_nbytes) == num_blocks
 
 
 @pytest.mark.parametrize(
@@ -47,27 +47,27 @@ def test_blocks_on_a_cpu(values: dict[str, Any], num_blocks: int, monkeypatch: p
 )
 def test_kv_formats_a_gpu_has_no_kernels_for(kv_dtype: str, skipped: tuple[int, ...], says: str) -> None:
     layout = KVLayout(2, 1, 64, 16, kv_dtype, skipped)
-    pool.refuse(settings(), layout, CPU)
+    check_settings(settings(), layout, CPU)
     if not says:
-        return pool.refuse(settings(), layout, torch.device("cuda"))
+        return check_settings(settings(), layout, torch.device("cuda"))
     with pytest.raises(ConfigError, match=says):
-        pool.refuse(settings(), layout, torch.device("cuda"))
+        check_settings(settings(), layout, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
     "tier", [{"host_cache_bytes": 1}, {"disk_cache_dir": "x"}, {"redis_url": "redis://x"}]
 )
 def test_there_are_no_tiers_below_a_gpu(tier: dict[str, Any]) -> None:
-    pool.refuse(settings(**tier), LAYOUT, CPU)
+    check_settings(settings(**tier), LAYOUT, CPU)
     with pytest.raises(ConfigError, match="--host-cache-bytes"):
-        pool.refuse(settings(**tier), LAYOUT, torch.device("cuda"))
+        check_settings(settings(**tier), LAYOUT, torch.device("cuda"))
 
 
 def test_blocks_on_a_gpu_do_not_move_over_shm() -> None:
     with pytest.raises(ConfigError, match="use --transport nixl"):
-        build._transports(settings(transport="shm"), "w", "cuda")
-    assert list(build._transports(settings(), "w", "cuda")) == ["nixl"]
-    assert list(build._transports(settings(), "w", "cpu")) == ["shm"]
+        check_settings(settings(transport="shm"), LAYOUT, torch.device("cuda"))
+    assert list(transports(settings(), "w", "cuda")) == ["nixl"]
+    assert list(transports(settings(), "w", "cpu")) == ["shm"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -12,6 +12,7 @@ import pytest
 from core.errors import ConfigError
 from core.settings import Settings
 from services.worker import build as build_module
+from services.worker import footprint
 from services.worker.build import build
 from services.worker.kv_events import KVEventLog
 from services.worker.process import until_asked, with_place
@@ -60,12 +61,20 @@ class TestRefusedBeforeTheWeightsLoad:
         ("values", "said"),
         [
             ({"max_model_len": 100_000}, "--max-model-len 100000 is beyond the model's context of 8192"),
-            ({"num_blocks": 1}, "--num-blocks 1 is too few"),
             ({"num_blocks": None, "kv_cache_memory_bytes": 9}, "--kv-cache-memory-bytes 9 holds 0 blocks"),
             (
                 {"tensor_parallel_size": 2},
                 "3 KV heads, 9 heads and 1536 MLP units of the model do not all divide",
             ),
+            (
+                {"host_cache_bytes": 2**20, "enable_prefix_caching": False},
+                "tiers keep blocks by their prefix: set enable_prefix_caching, or no tiers",
+            ),
+            (
+                {"redis_url": "redis://x", "tier_order": "host,disk"},
+                "--tier-order host,disk leaves out redis; add it or unset it",
+            ),
+            ({"tier_order": "host,tape"}, "tier 'tape' is not known"),
             (SPLIT | {"host_cache_bytes": 2**20}, "--tensor-parallel-size 3 does not go with tiers"),
             (SPLIT | {"deterministic": True}, "--tensor-parallel-size 3 does not go with the same sums"),
         ],
@@ -92,12 +101,35 @@ class HeavyTransport:
 
 def test_other_memory_counts_the_transports(monkeypatch: pytest.MonkeyPatch):
     heavy = HeavyTransport()
-    monkeypatch.setattr(build_module, "_transports", lambda *_: {"heavy": lambda region: heavy})
-    monkeypatch.setattr(build_module.psutil, "Process", lambda: heavy)
+    monkeypatch.setattr(build_module, "transports", lambda *_: {"heavy": lambda region: heavy})
+    monkeypatch.setattr(footprint.psutil, "Process", lambda: heavy)
     built = build(settings(), "w", "1", 1, lambda _: None, KVEventLog(), lambda *_: None)
     built.region.close()
     parts = built.footprint
     assert parts.weights_nbytes + parts.kv_nbytes + parts.other_nbytes == heavy.NBYTES
+
+
+class Exited(Exception):
+    """Raised where the process would end: nothing after it happens."""
+
+
+def test_while_a_step_hangs_its_memory_stays(monkeypatch: pytest.MonkeyPatch):
+    """1. A step takes longer than the worker waits for it. 2. The worker ends with its regions open: the
+    engine's thread may still write into them."""
+
+    def exit_(status: int) -> None:
+        raise Exited(status)
+
+    monkeypatch.setattr(build_module.os, "_exit", exit_)
+    built = build(settings(), "w", "1", 1, lambda _: None, KVEventLog(), lambda *_: None)
+    monkeypatch.setattr(built.loop, "stop", lambda: False)
+    with pytest.raises(Exited, match="1"):
+        built.close()
+    assert built.region.block(0)
+    monkeypatch.setattr(built.loop, "stop", lambda: True)
+    built.close()
+    with pytest.raises(ValueError, match="the region is closed"):
+        built.region.block(0)
 
 
 class TestWaitingForTheEnd:
