@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 
@@ -70,9 +71,7 @@ class KVLayout:
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size {self.block_size} is not supported; choose one of {BLOCK_SIZES}")
         if self.kv_dtype not in KV_FORMATS:
-            raise ConfigError(
-                f"KV dtype {self.kv_dtype!r} is not known; choose one of {sorted(KV_FORMATS)}"
-            )
+            raise ConfigError(f"KV dtype {self.kv_dtype!r} is not known; choose one of {sorted(KV_FORMATS)}")
         if self.skip_layers and self.kv_dtype in ("fp32", "bf16", "fp16"):
             raise ConfigError(
                 f"--kv-quant-skip-layers names layers to leave unquantized, but KV dtype {self.kv_dtype} "
@@ -133,10 +132,10 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     """Layers as `0,27-29`, sorted. Raises ConfigError for what is not such a list of the model's layers."""
     layers: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
-        first, dash, last = part.partition("-")
-        if not (first + (last if dash else "0")).isdecimal() or not first or (dash and not last):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not found:
             raise ConfigError(f"layers {text!r}: {part!r} is neither a layer nor a range such as 0-1")
-        picked = range(int(first), int(last or first) + 1)
+        picked = range(int(found[1]), int(found[2] or found[1]) + 1)
         if not picked or picked[-1] >= num_layers:
             raise ConfigError(f"layers {text!r}: {part!r} is not within 0 to {num_layers - 1}")
         layers.update(picked)

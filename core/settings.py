@@ -60,7 +60,7 @@ class Settings(BaseModel):
     )
     kv_cache_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "k8v4"] = Field(
         "auto",
-        description="KV dtype; auto = compute dtype; k8v4 = keys in 8 bits, values in 4; int8 and k8v4 on a CPU",
+        description="KV dtype; auto = compute dtype; k8v4 = 8-bit keys, 4-bit values; int8 and k8v4 on a CPU",
     )
     kv_quant_skip_layers: str = Field(
         "",
@@ -77,7 +77,7 @@ class Settings(BaseModel):
     )
     enforce_eager: bool = Field(False, description="on a GPU, run decode steps without captured graphs")
     block_size: BlockSize = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
-    num_blocks: int | None = Field(None, ge=1, description="blocks of the KV pool, instead of bytes")
+    num_blocks: int | None = Field(None, ge=2, description="blocks of the KV pool, instead of bytes")
     kv_cache_memory_bytes: NBytes | None = Field(
         None,
         ge=1,

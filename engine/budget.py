@@ -1,4 +1,4 @@
-"""How one step's token budget is shared among prompts: a pure function."""
+"""How one step's token budget is shared among prompts: pure functions."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
         left -= share[i]
     share[0] += min(remaining[0] - share[0], left)
     return share
+
+
+def cap_rows(remaining: Sequence[int], every_row: Sequence[bool], num_rows: int) -> list[int]:
+    """`remaining`, but for prompts of which every row of logits is wanted no more than `num_rows` together;
+    the first of them take first.
+    """
+    capped: list[int] = []
+    for count, is_capped in zip(remaining, every_row, strict=True):
+        taken = min(count, num_rows) if is_capped else count
+        num_rows -= taken if is_capped else 0
+        capped.append(taken)
+    return capped

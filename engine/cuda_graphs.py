@@ -112,7 +112,7 @@ class DecodeGraphs:
         return self._logits[: batch.num_seqs]
 
     def _upload(self, batch: Batch) -> Batch:
-        """Into the first bytes of the buffer: the parts before the tables lie where they lay at the capture."""
+        """Into the first bytes of the buffer: all but the tables lies where it lay at the capture."""
         return upload(batch, self._device, self._buffer[: packed_nbytes(batch)])
 
     def _work(self, batch: Batch, size: int) -> None:

@@ -18,7 +18,7 @@ from core.clock import Clock, monotonic
 from core.errors import BatonError
 from core.request import Request
 from engine.block_pool import BlockPool, NoFreeBlocks
-from engine.budget import share_budget
+from engine.budget import cap_rows, share_budget
 from engine.matcher import Matcher
 from engine.messages import (
     BlocksBuilt,
@@ -31,7 +31,7 @@ from engine.messages import (
 from engine.paging import BlockStore, NoStore, Pager
 from engine.refusals import refusal
 from engine.sequence import PrefillJob, Sequence, State
-from engine.step import Chunk, Limits, StepPlan
+from engine.step import MAX_PROMPT_LOGPROBS, Chunk, Limits, StepPlan
 
 MAX_PASSED_OVER = 32
 """How often later arrivals may be admitted before a request that does not fit yet."""
@@ -145,7 +145,9 @@ class Scheduler:
         # Prompts, and whoever was preempted and found all but its last tokens in the cache.
         prompts = [s for s in self.running if s not in planned and s.num_to_compute > 0]
         budget = max(self.limits.max_num_batched_tokens - len(plan.chunks), 1)
-        shares = share_budget([s.num_to_compute for s in prompts], budget)
+        every_row = [s.wants_every_row for s in prompts]
+        wanted = cap_rows([s.num_to_compute for s in prompts], every_row, MAX_PROMPT_LOGPROBS)
+        shares = share_budget(wanted, budget)
         for seq, count in zip(prompts, shares, strict=True):
             if count:
                 last = count == seq.num_to_compute and not seq.is_prefill_job

@@ -8,8 +8,8 @@ from engine.messages import Event
 from engine.sequence import Sequence
 
 MAX_PROMPT_LOGPROBS = 256
-"""Rows of logits that a step computes for the log probabilities of prompts. 256 rows of 128k tokens are 131 MB
-in fp32; a whole chunk of 2048 would take 1 GB."""
+"""Rows of logits that a step computes for the log probabilities of prompts. 256 rows of 128k tokens take
+131 MB in fp32, a whole chunk of 2048 would take 1 GB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-import psutil
 import torch
 
 from checkpoint.checkpoint import Checkpoint
@@ -25,57 +24,30 @@ from engine.grammar import GrammarCompiler
 from engine.kernels.select import select_device_kernels, select_kernels
 from engine.loop import EngineLoop
 from engine.messages import Event
-from engine.models.dtype import check_quantization, resolve_dtype
+from engine.models.dtype import resolve_dtype
+from engine.models.llama import Llama
 from engine.models.registry import model_class
 from engine.models.shard import rank_config, rank_weights
 from engine.models.weights import load_weights
 from engine.scheduler import Scheduler
 from engine.step import Limits
-from kvtransfer.collective_transport import CollectiveTransport
-from kvtransfer.nixl_transport import NixlTransport
-from kvtransfer.ranks import MakeTransport, Ranks
+from kvtransfer.ranks import Ranks
 from kvtransfer.region import Region
-from kvtransfer.shm_transport import ShmTransport
 from kvtransfer.slices import rank_layout
 from kvtransfer.tier_stack import TierStack
 from planning import capacity
-from services import address
+from services.worker.check import check_settings
+from services.worker.footprint import Footprint, announce, other_nbytes
 from services.worker.kv_events import KVEventLog
-from services.worker.pool import TOKEN_BUDGET, make_pool, refuse
+from services.worker.pool import TOKEN_BUDGET, Pool, make_pool
 from services.worker.ranks import RankProcesses
 from services.worker.tiers import WorkerStore, make_stack
+from services.worker.transports import transports
 
 _log = log.get("worker")
 
 Progress = Callable[[str, float], None]
 """What is being done, and how far (0-1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a worker takes and holds; shown at start.
-
-    All ranks of a tensor-parallel worker together. `activations_nbytes`: the peak of the largest step.
-    `other_nbytes`: host memory besides weights and pool. `concurrency`: sequences of the greatest length
-    that the pool holds.
-    """
-
-    device: str
-    dtype: str
-    dtype_reason: str
-    quantization: str
-    tensor_parallel_size: int
-    weights_nbytes: int
-    activations_nbytes: int
-    other_nbytes: int
-    kv_nbytes: int
-    num_blocks: int
-    num_tokens: int
-    max_model_len: int
-    concurrency: float
-    kv_dtype: str
-    bytes_per_token: int
-    load_s: float
 
 
 @dataclass(slots=True)
@@ -100,7 +72,12 @@ class Built:
         return self.loop.failed or bool(self.processes and self.processes.lost)
 
     def close(self) -> None:
-        self.loop.stop()
+        """Ends the process when the engine does not end its step: its thread writes into the regions."""
+        if not self.loop.stop():
+            _log.error("worker.step_hangs", hint="the engine did not end its step; exiting without it")
+            if self.processes:
+                self.processes.kill()
+            os._exit(1)
         self.ranks.close()
         for region in self.ranks.regions:
             region.close()
@@ -121,103 +98,33 @@ def build(
     started = time.monotonic()
     torch.set_num_threads(threads)
     progress("reading the model's files", 0.0)
-    checkpoint = open_checkpoint(settings.model)
-    config = checkpoint.config
-    max_model_len = _max_model_len(config, settings)
-    device = resolve_device(settings.device)
-    dtype, reason = resolve_dtype(settings.dtype, device.type)
-    check_quantization(settings.quantization, device.type)
-    layout = _layout(config, settings, dtype)
-    refuse(settings, layout, device)
-    capacity.given_num_blocks(settings.num_blocks, settings.kv_cache_memory_bytes, layout.block_nbytes)
-    transports = _transports(settings, worker_id, device.type)
+    job = _read(settings)
+    checkpoint, config, layout, device = job.checkpoint, job.config, job.layout, job.device
+    offered = transports(settings, worker_id, device.type)
     degree = settings.tensor_parallel_size
-    part, own_layout = rank_config(config, degree), rank_layout(layout, degree)
     # They load beside us, and end when this process does or nobody holds `processes` any more.
-    processes = RankProcesses(settings, layout, dtype, max_model_len) if degree > 1 else None
-    cache_dir = os.path.expanduser(settings.cache_dir)
-    weights = load_weights(
-        checkpoint,
-        dtype,
-        cache_dir,
-        lambda share: progress("converting weights", share),
-        quantization=settings.quantization,
-    )
-    weights_nbytes = sum(tensor.nbytes for tensor in weights.values())
-    progress("building the model", 0.0)
-    if device.type == "cuda":
-        plain = cast(dict[str, torch.Tensor], weights)  # int8 was refused above
-        weights = {name: tensor.to(device) for name, tensor in plain.items()}
-        kernels = select_device_kernels(config, layout, dtype, settings.deterministic)
-    else:
-        kernels = select_kernels(part, own_layout, cache_dir, settings.deterministic)
-    group = None
-    if processes:
-        progress("waiting for the other ranks", 0.0)
-        group = processes.join()
-        weights = rank_weights(config, weights, degree, 0)
-    model = model_class(config.architecture)(part, weights, kernels, max_model_len, group)
+    processes = RankProcesses(settings, layout, job.dtype, job.max_model_len) if degree > 1 else None
+    model, weights_nbytes = _load(settings, job, processes, progress)
     limits = Limits(
         settings.block_size,
-        max_model_len,
+        job.max_model_len,
         settings.max_num_seqs,
         settings.max_num_batched_tokens or TOKEN_BUDGET[device.type],
         settings.max_waiting,
         config.sliding_window,
     )
     progress("measuring and warming up", 0.0)
-    pool = make_pool(settings, model, layout, limits, device, incarnation, processes)
-    region, num_blocks = pool.regions[0], pool.num_blocks
-    fingerprint = _fingerprint(checkpoint, layout, max_model_len)
-    stack = make_stack(settings, region, fingerprint, dtype, events)
+    pool = make_pool(settings, model, layout, limits, device, incarnation, job.num_blocks, processes)
+    region = pool.regions[0]
+    fingerprint = _fingerprint(checkpoint, layout, job.max_model_len)
+    stack = make_stack(settings, region, fingerprint, job.dtype, events)
     store = WorkerStore(region, stack, events, parks=settings.host_cache_bytes > 0)
-    blocks = BlockPool(num_blocks, caching=settings.enable_prefix_caching, on_evict=store.evicted)
+    blocks = BlockPool(pool.num_blocks, caching=settings.enable_prefix_caching, on_evict=store.evicted)
     scheduler = Scheduler(blocks, limits, fingerprint.namespace, store=store)
-    ranks = Ranks(layout, pool.regions, transports)
+    ranks = Ranks(layout, pool.regions, offered)
     offers = ranks.offers()
-    kv_nbytes = num_blocks * layout.block_nbytes
-    on_host = weights_nbytes + kv_nbytes // degree if device.type == "cpu" else 0
-    num_tokens = num_blocks * layout.block_size
-    footprint = Footprint(
-        device=_name(device),
-        dtype=dtype,
-        dtype_reason=reason,
-        quantization=settings.quantization,
-        tensor_parallel_size=degree,
-        weights_nbytes=weights_nbytes,
-        activations_nbytes=pool.activations_nbytes,
-        other_nbytes=_other_nbytes(processes.pids if processes else [], on_host),
-        kv_nbytes=kv_nbytes,
-        num_blocks=num_blocks,
-        num_tokens=num_tokens,
-        max_model_len=max_model_len,
-        concurrency=round(num_tokens / max_model_len, 2),
-        kv_dtype=layout.identity,
-        bytes_per_token=layout.bytes_per_token,
-        load_s=time.monotonic() - started,
-    )
-    _log.info(
-        "worker.loaded",
-        model=checkpoint.name,
-        dtype=dtype,
-        dtype_reason=reason,
-        quantization=settings.quantization,
-        ranks=degree,
-        device=footprint.device,
-        weights=weights_nbytes,
-        activations=footprint.activations_nbytes,
-        kv=kv_nbytes,
-        blocks=num_blocks,
-        tokens=num_tokens,
-        concurrency=footprint.concurrency,
-    )
-    if num_tokens < max_model_len:
-        _log.warning(
-            "worker.small_pool",
-            tokens=num_tokens,
-            max_model_len=max_model_len,
-            hint="longer requests are refused; give more --kv-cache-memory-bytes or less --max-model-len",
-        )
+    footprint = _footprint(settings, job, pool, processes, weights_nbytes, started)
+    announce(footprint, checkpoint.name)
     return Built(
         incarnation,
         config,
@@ -230,6 +137,104 @@ def build(
         processes,
         offers,
         footprint,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be loaded, and how: of the model's files and the settings, which go together.
+
+    `num_blocks`: of the pool, None when as many as fit.
+    """
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    max_model_len: int
+    device: torch.device
+    dtype: str
+    dtype_reason: str
+    layout: KVLayout
+    part: ModelConfig
+    part_layout: KVLayout
+    num_blocks: int | None
+
+
+def _read(settings: Settings) -> _Job:
+    """Raises ConfigError for whatever can be known before weights are loaded."""
+    checkpoint = open_checkpoint(settings.model)
+    config = checkpoint.config
+    max_model_len = _max_model_len(config, settings)
+    device = resolve_device(settings.device)
+    dtype, reason = resolve_dtype(settings.dtype, device.type)
+    layout = _layout(config, settings, dtype)
+    check_settings(settings, layout, device)
+    num_blocks = capacity.given_num_blocks(
+        settings.num_blocks, settings.kv_cache_memory_bytes, layout.block_nbytes
+    )
+    degree = settings.tensor_parallel_size
+    part, part_layout = rank_config(config, degree), rank_layout(layout, degree)
+    return _Job(
+        checkpoint, config, max_model_len, device, dtype, reason, layout, part, part_layout, num_blocks
+    )
+
+
+def _load(
+    settings: Settings, job: _Job, processes: RankProcesses | None, progress: Progress
+) -> tuple[Llama, int]:
+    """The model, or rank 0's part of it, and the bytes of the whole model's weights."""
+    cache_dir = os.path.expanduser(settings.cache_dir)
+    weights = load_weights(
+        job.checkpoint,
+        job.dtype,
+        cache_dir,
+        lambda share: progress("converting weights", share),
+        quantization=settings.quantization,
+    )
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    progress("building the model", 0.0)
+    if job.device.type == "cuda":
+        plain = cast(dict[str, torch.Tensor], weights)  # int8 was refused
+        weights = {name: tensor.to(job.device) for name, tensor in plain.items()}
+        kernels = select_device_kernels(job.config, job.layout, job.dtype, settings.deterministic)
+    else:
+        kernels = select_kernels(job.part, job.part_layout, cache_dir, settings.deterministic)
+    group = None
+    if processes:
+        progress("waiting for the other ranks", 0.0)
+        group = processes.join()
+        weights = rank_weights(job.config, weights, settings.tensor_parallel_size, 0)
+    model = model_class(job.config.architecture)(job.part, weights, kernels, job.max_model_len, group)
+    return model, nbytes
+
+
+def _footprint(
+    settings: Settings,
+    job: _Job,
+    pool: Pool,
+    processes: RankProcesses | None,
+    weights_nbytes: int,
+    started: float,
+) -> Footprint:
+    layout, degree = job.layout, settings.tensor_parallel_size
+    kv_nbytes, num_tokens = pool.num_blocks * layout.block_nbytes, pool.num_blocks * layout.block_size
+    on_host = weights_nbytes + kv_nbytes // degree if job.device.type == "cpu" else 0
+    return Footprint(
+        device=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        dtype=job.dtype,
+        dtype_reason=job.dtype_reason,
+        quantization=settings.quantization,
+        tensor_parallel_size=degree,
+        weights_nbytes=weights_nbytes,
+        activations_nbytes=pool.activations_nbytes,
+        other_nbytes=other_nbytes(processes.pids if processes else [], on_host),
+        kv_nbytes=kv_nbytes,
+        num_blocks=pool.num_blocks,
+        num_tokens=num_tokens,
+        max_model_len=job.max_model_len,
+        concurrency=round(num_tokens / job.max_model_len, 2),
+        kv_dtype=layout.identity,
+        bytes_per_token=layout.bytes_per_token,
+        load_s=time.monotonic() - started,
     )
 
 
@@ -262,36 +267,3 @@ def _fingerprint(checkpoint: Checkpoint, layout: KVLayout, max_model_len: int) -
         rope=checkpoint.config.rope_description,
         max_model_len=max_model_len,
     )
-
-
-def _other_nbytes(others: Sequence[int], known_nbytes: int) -> int:
-    """Host memory of this process, and what these have for themselves, beyond the known."""
-    own = [psutil.Process(pid).memory_info() for pid in others]
-    here = psutil.Process().memory_info().rss
-    return max(0, here + sum(each.rss - each.shared for each in own) - known_nbytes)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _transports(settings: Settings, worker_id: str, device_type: str) -> dict[str, MakeTransport]:
-    """What this worker offers to peers. `auto` leaves NIXL out while all peers are on this host, unless the
-    pool is on a GPU, which other processes reach through NIXL alone. Raises ConfigError for shm there.
-    """
-    on_gpu = device_type == "cuda"
-    if on_gpu and settings.transport == "shm":
-        raise ConfigError(
-            "--transport shm moves blocks in host memory, this worker's are on a GPU; use --transport nixl"
-        )
-    transports: dict[str, MakeTransport] = {}
-    host, _ = address.split(settings.advertise or settings.listen, "--advertise")
-    listen_host, _ = address.split(settings.listen, "--listen")
-    elsewhere = not address.is_loopback(host)
-    if settings.transport in ("auto", "shm") and not on_gpu:
-        transports["shm"] = ShmTransport
-    if settings.transport == "nixl" or (settings.transport == "auto" and (elsewhere or on_gpu)):
-        transports["nixl"] = lambda region: NixlTransport(region, worker_id)
-    if settings.transport == "collective":
-        transports["collective"] = lambda region: CollectiveTransport(region, listen_host, host)
-    return transports

@@ -8,7 +8,7 @@ import pytest
 
 from core import faults
 from core.errors import ConfigError, ContextLengthExceeded, IncompatiblePeer
-from core.kv import Fingerprint, KVLayout
+from core.kv import Fingerprint, KVLayout, parse_layers
 from core.settings import Settings, load, parse_nbytes
 
 FINGERPRINT = Fingerprint("m", "t", 30, 3, 64, 16, "fp32", "default/100000", 8192)
@@ -21,6 +21,9 @@ FINGERPRINT = Fingerprint("m", "t", 30, 3, 64, 16, "fp32", "default/100000", 819
         (30, 3, 64, "bf16", 23_040),
         (32, 8, 128, "bf16", 128 * 1024),
         (32, 32, 128, "fp16", 512 * 1024),
+        (30, 3, 64, "fp8_e4m3", 11_520),
+        (30, 3, 64, "int8", 2 * 30 * 3 * (64 + 2)),
+        (30, 3, 64, "k8v4", 30 * 3 * (64 + 2 + 32 + 3)),
     ],
 )
 def test_bytes_per_token_are_the_formula(
@@ -29,7 +32,33 @@ def test_bytes_per_token_are_the_formula(
     layout = KVLayout(layers, heads, dim, 16, dtype)
     assert layout.bytes_per_token == expected
     assert layout.block_nbytes == 16 * expected
-    assert layout.num_blocks_in(10 * layout.block_nbytes + 1) == 10
+
+
+def test_skipped_layers_hold_bf16_and_are_part_of_the_identity() -> None:
+    layout = KVLayout(30, 3, 64, 16, "int8", (0, 28, 29))
+    assert layout.bytes_per_token == 3 * (27 * 2 * (64 + 2) + 3 * 2 * 64 * 2)
+    assert layout.block_nbytes == 16 * layout.bytes_per_token
+    assert layout.identity == "int8/skip=0,28,29"
+    assert [(b.offset, b.num_layers, b.head_nbytes) for b in layout.bands] == [
+        (0, 1, 4096),
+        (3 * 4096, 27, 2112),
+        (3 * (4096 + 27 * 2112), 2, 4096),
+    ]
+    assert len(replace(layout, skip_layers=()).bands) == 1
+
+
+@pytest.mark.parametrize(("text", "layers"), [("", ()), ("29", (29,)), ("27-29, 0,28", (0, 27, 28, 29))])
+def test_layers_of_a_list(text: str, layers: tuple[int, ...]) -> None:
+    assert parse_layers(text, 30) == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("30", "within 0 to 29"), ("3-1", "within"), ("-1", "neither"), ("1-", "neither"), ("x", "neither")],
+)
+def test_what_is_no_list_of_layers_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_layers(text, 30)
 
 
 def test_unknown_geometry_is_refused() -> None:
@@ -37,6 +66,10 @@ def test_unknown_geometry_is_refused() -> None:
         KVLayout(1, 1, 64, 12, "fp32")
     with pytest.raises(ConfigError, match="bf16"):
         KVLayout(1, 1, 64, 16, "fp12")
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        KVLayout(1, 1, 72, 16, "k8v4")
+    with pytest.raises(ConfigError, match="quantizes none"):
+        KVLayout(1, 1, 64, 16, "bf16", (0,))
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(Fingerprint)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import httpx
 import interpreted_triton  # noqa: F401  (before every import of the kernels)
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_attention, gpu_kernels, gpu_roofline
+from benchmarks import gpu, gpu_attention, gpu_kernels, gpu_roofline, gpu_serve
 from benchmarks.gpu_roofline import Ceilings, apart
 
 # Numpy warns where hardware silently goes to infinity, in lanes that a mask drops.
@@ -38,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_kernel_is_in_the_table_and_right(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.check_kernels(torch.device("cpu")) == []
+    assert gpu.check_kernels(torch.device("cpu"), deadline=inf) == []
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert {row[0].removeprefix("| ") for row in rows[1:]} == {
         "rms_norm", "add_rms_norm", "silu_mul", "head_norm", "rope_and_store", "gather_blocks",
@@ -49,8 +52,17 @@ def test_every_kernel_is_in_the_table_and_right(capsys: pytest.CaptureFixture[st
 def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "decode_attention", lambda qkv, pool, out, *_: out.zero_())
     monkeypatch.setattr(gpu_kernels, "kernel_cases", lambda _: iter(()))
-    wrong = gpu.check_kernels(torch.device("cpu"))
+    wrong = gpu.check_kernels(torch.device("cpu"), deadline=inf)
     assert [sentence.split(" (")[0] for sentence in wrong] == ["decode_attention"] * 3
+
+
+def test_nothing_is_begun_after_the_deadline(capsys: pytest.CaptureFixture[str]) -> None:
+    (wrong,) = gpu.check_kernels(torch.device("cpu"), deadline=0.0)
+    assert wrong.startswith("the time is over before rms_norm")
+    assert "rms_norm" not in capsys.readouterr().out
+    client = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(500)))
+    with pytest.raises(SystemExit, match="the time for this check is over"):
+        gpu_serve._ask(client, "m", [1], "local", 1, "", deadline=0.0)
 
 
 def test_a_nan_is_infinitely_wrong() -> None:

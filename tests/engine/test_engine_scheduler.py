@@ -6,6 +6,8 @@ and leaves one block free for each running request that generates.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from core.clock import FakeClock
 from core.request import PrefillTarget, Request, SamplingParams
 from engine.block_pool import BlockPool
-from engine.budget import share_budget
+from engine.budget import cap_rows, share_budget
 from engine.messages import Event, LoadCancelled, LoadOrdered, LoadReport
 from engine.scheduler import MAX_MISFITS, MAX_PASSED_OVER, Scheduler
 from engine.sequence import PrefillJob
@@ -40,11 +42,17 @@ class Desk:
         self.num_added = 0
 
     def add(
-        self, name: str, length: int, max_tokens: int = 8, n: int = 1, prefill: PrefillTarget | None = None
+        self,
+        name: str,
+        length: int,
+        max_tokens: int = 8,
+        n: int = 1,
+        prefill: PrefillTarget | None = None,
+        **given: Any,
     ) -> None:
-        """Queue a request whose prompt shares no block with any other."""
+        """Queue a request whose prompt shares no block with any other; `given`: of its SamplingParams."""
         self.num_added += 1
-        sampling = SamplingParams(max_tokens=max_tokens, seed=0, n=n)
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0, n=n, **given)
         prompt = tuple(self.num_added * 1000 + i for i in range(length))
         assert self.scheduler.add(Request(name, prompt, sampling, prefill=prefill)) is None
 
@@ -217,6 +225,37 @@ def test_a_load_is_aborted_at_each_moment(moment: str, unquiet: bool) -> None:
 )
 def test_budget_shares(remaining: list[int], budget: int, shares: list[int]) -> None:
     assert share_budget(remaining, budget) == shares
+
+
+@pytest.mark.parametrize(
+    ("remaining", "every_row", "capped"),
+    [
+        ([], "", []),
+        ([20], "-", [20]),
+        ([20], "x", [8]),
+        ([3, 20, 20], "xxx", [3, 5, 0]),
+        ([20, 20, 20, 2], "-x-x", [20, 8, 20, 0]),
+    ],
+)
+def test_prompts_that_want_every_row_share_the_rows(
+    remaining: list[int], every_row: str, capped: list[int]
+) -> None:
+    assert cap_rows(remaining, [each == "x" for each in every_row], 8) == capped
+
+
+def test_prompt_logprobs_take_so_many_rows_a_step() -> None:
+    """1. Two clients ask for the log probabilities of long prompts, a third does not. 2. No step computes
+    more than 256 of their rows; the third is done at once, all come to their token."""
+    desk = Desk(num_blocks=500)
+    for name in ("a", "b"):
+        desk.add(name, 300, max_tokens=1, logprobs=0, prompt_logprobs=True)
+    desk.add("c", 300, max_tokens=1)
+    assert [desk.step() for _ in range(4)] == [
+        {"a/0": 256, "c/0": 300},
+        {"a/0": 44, "b/0": 212},
+        {"b/0": 88},
+        {},
+    ]
 
 
 @given(st.lists(st.integers(1, 5000), max_size=40), st.integers(-5, 4000))

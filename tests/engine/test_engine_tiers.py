@@ -26,6 +26,7 @@ class MemoryStore:
     def __init__(self, blocks: dict[bytes, list[tuple[int, int] | None]]) -> None:
         self.blocks, self.parked = blocks, []
         self.num_copied = 0
+        self.hit: list[list[bytes]] = []
         self.runner: HashRunner
 
     def committed(self, block_hash: bytes, block_id: int, from_store: bool) -> None:
@@ -36,7 +37,8 @@ class MemoryStore:
 
     def evicted(self, block_hash: bytes) -> None: ...
 
-    def touched(self, hashes) -> None: ...
+    def touched(self, hashes) -> None:
+        self.hit.append(list(hashes))
 
     def released(self, hashes) -> None: ...
 
@@ -175,6 +177,7 @@ def test_a_preempted_sequence_is_parked_and_goes_on_as_if_nothing_had_been(store
     assert seen
     assert most_parked
     assert not store.parked
+    assert store.hit == [[], []], "coming back is no use of the blocks"
     for name, prompt in prompts.items():
         assert h.tokens(name) == expected(prompt, 40)
 
