@@ -1,12 +1,13 @@
 """The device pool of KV blocks: every block is one contiguous run of bytes, laid out as `KVLayout` says.
 
-A block is what is hashed, leased, transferred and stored, so it is contiguous over all layers. A run, the K or
-the V of one head of one layer in one block, is contiguous too: what kernels gather.
+A block is what is hashed, leased, transferred and stored, so it is contiguous over all layers. A run, the K
+or the V of one head of one layer in one block, is contiguous too: what kernels gather.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -43,12 +44,11 @@ class Runs:
             self.zeros[:, block_ids, offsets] = zeros
 
     def load(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """[num_kv_heads, len(block_ids) * block_size, head_dim]; fp32, or of plain formats their own dtype."""
-        numbers = self.numbers.index_select(1, block_ids)
+        """[num_kv_heads, len(block_ids) * block_size, head_dim]; fp32, plain formats as they are."""
+        numbers = _pick(self.numbers, block_ids)
         if self.scales is not None:
-            scales = self.scales.index_select(1, block_ids)
-            zeros = None if self.zeros is None else self.zeros.index_select(1, block_ids)
-            numbers = dequantize(numbers, scales, zeros)
+            zeros = None if self.zeros is None else _pick(self.zeros, block_ids)
+            numbers = dequantize(numbers, _pick(self.scales, block_ids), zeros)
         return numbers.flatten(1, 2)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +60,11 @@ class Runs:
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.numbers.dtype
         return saturated(x, dtype) if dtype.itemsize == 1 else x.to(dtype)
+
+
+def _pick(runs: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """runs[:, block_ids]; `index_select` copies whole slices of a first dim, of another number by number."""
+    return runs.transpose(0, 1).index_select(0, block_ids).transpose(0, 1)
 
 
 class KVCache:
@@ -84,7 +89,7 @@ class KVCache:
         self.raw.zero_()
         self._layers = [_layer_runs(self.raw, layout, layer) for layer in range(layout.num_layers)]
 
-    @property
+    @cached_property
     def pool(self) -> torch.Tensor:
         """All numbers as one tensor [num_blocks, num_layers, num_kv_heads, 2, block_size, head_dim]; only of
         plain dtypes without skipped layers."""

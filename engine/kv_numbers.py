@@ -1,12 +1,13 @@
-"""How scaled KV formats store the numbers of a token of one head, in torch; cpu/kv_numbers.h is the same in C.
+"""How scaled KV formats store the numbers of a token of one head; cpu/kv_numbers.h is the same in C.
 
-    int8    number = integer * scale, integers -127 .. 127
-    int4    number = (integer - zero / 16) * scale, integers 0 .. 15, zero 0 .. 240; 16 numbers in 8 bytes: byte j has
-            number j in its low half and number j + 8 in its high half
+    int8    number = integer * scale; integers are -127 .. 127
+    int4    number = (integer - zero / 16) * scale; integers are 0 .. 15, zeros 0 .. 240.
+            16 numbers in 8 bytes: byte j has number j in its low half and number j + 8 in its high half
 
-The bracket is exact in bf16. Values in int4 raise the perplexity of the embedded model by 1.3%; without a zero it
-would be 3.3%, with one of whole steps 1.8%. Scales are bf16, and numbers are rounded with the scale as it is stored, so that its own rounding costs nothing.
-Where x has NaN or an infinity, so has its scale, and all of the token is read as NaN.
+The bracket is exact in bf16. Values in int4 raise the perplexity of the embedded model by 1.3%; it would be
+3.3% without a zero and 1.8% with one of whole steps. Scales are bf16, and numbers are rounded with the scale
+as it is stored, so that its own rounding costs nothing. Where a token has NaN or an infinity its scale is not
+finite, and all of it is read as NaN.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _SMALLEST = 1e-30
 
 
 def quantize(x: torch.Tensor, number_format: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """x [..., head_dim] as numbers int8 [..., head_dim] or uint8 [..., head_dim / 2], scales bf16 [...], and of
-    int4 zeros uint8 [...]."""
+    """x [..., head_dim] as numbers, int8 [..., head_dim] or of int4 uint8 [..., head_dim / 2]; scales,
+    bf16 [...]; and of int4 zeros, uint8 [...]."""
     wide = x.float()
     if number_format == "int8":
         scales = _scales(wide.abs().amax(-1), "int8")
@@ -50,7 +51,7 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _scales(width: torch.Tensor, number_format: str) -> torch.Tensor:
-    # Division by a Python number would be a product with its reciprocal in torch, with other roundings than in C.
+    # Torch would divide by a Python number by way of its reciprocal, which rounds otherwise than C.
     scales = width / torch.full_like(width, _LEVELS[number_format])
     return scales.masked_fill(width <= _SMALLEST, 0.0).to(torch.bfloat16)
 

@@ -8,6 +8,7 @@ import mmap
 import numpy as np
 
 from core.errors import ConfigError
+from kvtransfer.copies import copy
 from kvtransfer.memory import available_nbytes
 
 
@@ -45,16 +46,8 @@ class Arena:
 
     def write(self, index: int, payload: memoryview) -> None:
         """Copy a block in, the GIL released. Raises ValueError unless it has `slot_nbytes` bytes."""
-        np.copyto(self._slots[index], _whole(payload, self.slot_nbytes))
+        copy(self.slot(index), payload)
 
     def read(self, index: int, into: memoryview) -> None:
         """Copy a block out, the GIL released. Raises ValueError unless it has `slot_nbytes` bytes."""
-        np.copyto(_whole(into, self.slot_nbytes), self._slots[index])
-
-
-def _whole(buffer: memoryview, nbytes: int) -> np.ndarray:
-    """uint8 `[nbytes]`; a shorter array would be broadcast by a copy, a longer one is an error too."""
-    array = np.frombuffer(buffer, np.uint8)
-    if array.nbytes != nbytes:
-        raise ValueError(f"a block has {nbytes} bytes, this buffer {array.nbytes}")
-    return array
+        copy(into, self.slot(index))

@@ -22,11 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from kvtransfer.disk_walk import lock, walk
-from kvtransfer.payload import HEADER_NBYTES, check, check_named, encode_header, read_header
-
-ALIGNMENT = 4096
-"""Of file offsets, lengths and memory under O_DIRECT; enough for every logical block size in use."""
+from kvtransfer.disk_walk import ALIGNMENT, lock, walk
+from kvtransfer.gate import Gate
+from kvtransfer.payload import HEADER_NBYTES, check, encode_header
 
 DIRECTORY_NBYTES = 4096
 """What one directory is charged with; it grows by a page per 50 files or so, under 0.1% of those."""
@@ -51,26 +49,6 @@ class Scan:
     @property
     def nbytes(self) -> int:
         return sum(nbytes for _, nbytes in self.files) + len(self.directories) * DIRECTORY_NBYTES
-
-
-class Gate:
-    """Lets a thread use its caller's buffers only while the caller waits for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.is_open = True
-
-    def copy(self, target: memoryview, source: memoryview) -> bool:
-        """Copy unless the caller has left; returns whether it was done."""
-        with self._lock:
-            if self.is_open:
-                target[:] = source
-            return self.is_open
-
-    def close(self) -> None:
-        """Returns once no copy runs; none begins afterwards."""
-        with self._lock:
-            self.is_open = False
 
 
 class BlockFiles:
@@ -177,9 +155,10 @@ class BlockFiles:
             _write_all(fd, staging)
             os.fdatasync(fd)
             os.utime(fd, ns=(used_ns, used_ns))
-            if gate.is_open:
+            in_time = gate.is_open
+            if in_time:
                 os.rename(name, target)
-        return gate.is_open
+        return in_time
 
     def touch(self, paths: Sequence[str]) -> None:
         """Note a use, in chain order, for the order of a later scan; the head counts as youngest."""
@@ -281,21 +260,3 @@ def _write_all(fd: int, view: memoryview) -> None:
     offset = 0
     while offset < len(view):
         offset += os.pwritev(fd, [view[offset:]], offset)
-
-
-def damage(directory: Path, path: str) -> str | None:
-    """What is wrong with a file of whichever namespace, `path` as `walk` gives it; None when it is whole.
-
-    Reads all of it. Raises OSError.
-    """
-    if path.endswith(".tmp"):
-        return "incomplete"
-    namespace, _, name = path.split("/")
-    data = memoryview((directory / path).read_bytes())
-    header = data[:HEADER_NBYTES]
-    said = read_header(header)
-    nbytes = said.payload_nbytes if said else 0
-    if said and len(data) != ALIGNMENT + -(-nbytes // ALIGNMENT) * ALIGNMENT:
-        return "length"
-    block_hash = bytes.fromhex(PurePosixPath(name).stem)
-    return check_named(header, bytes.fromhex(namespace), block_hash, data[ALIGNMENT : ALIGNMENT + nbytes])

@@ -13,8 +13,9 @@ from typing import TypeVar
 from core import log
 from core.clock import monotonic
 from kvtransfer.breaker import Breaker, Verdict
-from kvtransfer.disk_files import DIRECTORY_NBYTES, BlockFiles, Gate
+from kvtransfer.disk_files import DIRECTORY_NBYTES, BlockFiles
 from kvtransfer.disk_index import DiskIndex
+from kvtransfer.gate import Gate
 
 WRITES_AT_ONCE = 3
 """One less than the tier has threads, so that a load always finds one that is not behind a sync."""
@@ -68,8 +69,9 @@ class DiskStore:
     async def _store_group(self, group: Sequence[Block], used_ns: int) -> None:
         """Store up to WRITES_AT_ONCE blocks and tell the breaker how it went, whatever happens."""
         error: OSError | None = None
+        has_room = False
         try:
-            if await self._make_room(group):
+            if has_room := await self._make_room(group):
                 error = await self._write(group, used_ns)
             if error is not None and error.errno in _FULL:
                 rest = [block for block in group if block[0] not in self._index]
@@ -82,6 +84,8 @@ class DiskStore:
             raise
         if error is not None:
             await self._fail(error)
+        elif not has_room:
+            self._writes.cancelled()  # nothing was written, which says nothing about the disk
         elif self._writes.succeeded():
             _log.info("disk_tier.stores_resumed", directory=str(self._files.directory))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,12 +23,17 @@ from core.errors import ConfigError
 from kvtransfer.breaker import Breaker, Verdict
 from kvtransfer.busy import BusyTime
 from kvtransfer.deadlines import finish
-from kvtransfer.disk_files import DIRECTORY_NBYTES, BlockFiles, Gate, Scan
+from kvtransfer.disk_files import DIRECTORY_NBYTES, BlockFiles, Scan
 from kvtransfer.disk_index import DiskIndex
 from kvtransfer.disk_store import DiskStore
+from kvtransfer.gate import Gate
+from kvtransfer.threads import DaemonThreads
 from kvtransfer.tier import OnChange, TierStats, unheard
 
 THREADS = 4
+
+LOADS_AT_ONCE = 2
+"""So that threads which are through with one load find blocks of the next; a third would only wait."""
 
 _HARMLESS = (None, "missing", "abandoned", "fault")
 """Outcomes of a read that do not mean a damaged file."""
@@ -38,7 +43,7 @@ _log = log.get("kvtransfer")
 
 class DiskTier:
     """`capacity_nbytes` bounds all bytes under the directory, other namespaces and files being written
-    included. `stall_s`: how long a load may go without progress. Opening begins at once on a thread and
+    included. `stall_s`: how long loads may go without progress. Opening begins at once on a thread and
     never raises: until it is done all is a miss. Raises ConfigError for a cap that holds no block."""
 
     name = "disk"
@@ -59,7 +64,10 @@ class DiskTier:
         self._writes = Breaker()
         self._store = DiskStore(files, self._index, self._writes, self._submit)
         self._one_store = asyncio.Lock()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="disk-tier")
+        self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
+        self._due_nbytes = 0  # of the loads at work
+        self._reads_ended = 0  # threads count without a lock: it only has to change
+        self._pool = DaemonThreads(THREADS, "disk-tier")
         self._ready = self._closed = False
         self._opening: Future[Scan] | None = self._pool.submit(files.open, capacity_nbytes)
         self._touching: Future[None] | None = None
@@ -82,7 +90,10 @@ class DiskTier:
         return held
 
     async def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        paths = self._paths(hashes)
+        async with self._turn:  # waiting for it does not count as the disk's silence
+            return await self._load(self._paths(hashes), hashes, into)
+
+    async def _load(self, paths: list[str], hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
         paths = paths[: self._index.leading(paths)]
         if not self._usable() or not paths or self._reads.admit() is Verdict.REFUSE:
             return 0
@@ -90,15 +101,18 @@ class DiskTier:
         outcomes: list[str | None] = ["abandoned"] * len(paths)
         gate = Gate()
         lane = partial(self._read_lane, paths, hashes, into, gate, outcomes, count())
+        self._due_nbytes += nbytes
         self._index.pin(paths)  # so that what is missing now was not evicted, nor stored again since
         try:
             with self._loading.running():
                 lanes = [self._submit(lane) for _ in range(min(THREADS, len(paths)))]
-                self._report(await finish(lanes, self._stall_s, nbytes, lambda: outcomes.count(None)))
+                # one load may stand behind the other: as long as that one moves, the disk does
+                self._report(await finish(lanes, self._stall_s, self._due_nbytes, lambda: self._reads_ended))
         except BaseException:
             self._reads.cancelled()
             raise
         finally:
+            self._due_nbytes -= nbytes
             gate.close()
             self._index.unpin(paths)
         loaded = self._settle(paths, outcomes)
@@ -139,7 +153,7 @@ class DiskTier:
 
     async def close(self) -> None:
         self._ready, self._closed = False, True
-        self._pool.shutdown(wait=False)
+        self._pool.close()
         last: list[Future[Any]] = [job for job in (self._opening, self._touching) if job is not None]
         if last:
             await asyncio.wait([asyncio.wrap_future(job) for job in last], timeout=self._stall_s)
@@ -155,7 +169,7 @@ class DiskTier:
             self._on_change(stored, evicted)
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+        return asyncio.wrap_future(self._pool.submit(function, *args))
 
     def _usable(self) -> bool:
         """Whether the directory can be used now. Takes up the end of an opening, and begins the next
@@ -218,6 +232,7 @@ class DiskTier:
                 outcomes[i] = self._files.read(paths[i], hashes[i], into[i], gate)
             except OSError:
                 outcomes[i] = "fault"
+            self._reads_ended += 1
             if outcomes[i] is not None:
                 return
 

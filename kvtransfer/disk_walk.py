@@ -6,7 +6,12 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from kvtransfer.payload import HEADER_NBYTES, check_named, read_header
+
+ALIGNMENT = 4096
+"""Of file offsets, lengths and memory under O_DIRECT; enough for every logical block size in use."""
 
 LOCK = ".lock"
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
@@ -47,6 +52,24 @@ def walk(directory: Path, directories: set[str]) -> Iterator[tuple[str, os.DirEn
                 for entry in entries:
                     if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                         yield f"{namespace}/{fan}/{entry.name}", entry
+
+
+def damage(directory: Path, path: str) -> str | None:
+    """What is wrong with a file of whichever namespace, `path` as `walk` gives it; None when it is whole.
+
+    Reads all of it. Raises OSError.
+    """
+    if path.endswith(".tmp"):
+        return "incomplete"
+    namespace, _, name = path.split("/")
+    data = memoryview((directory / path).read_bytes())
+    header = data[:HEADER_NBYTES]
+    said = read_header(header)
+    nbytes = said.payload_nbytes if said else 0
+    if said and len(data) != ALIGNMENT + -(-nbytes // ALIGNMENT) * ALIGNMENT:
+        return "length"
+    block_hash = bytes.fromhex(PurePosixPath(name).stem)
+    return check_named(header, bytes.fromhex(namespace), block_hash, data[ALIGNMENT : ALIGNMENT + nbytes])
 
 
 def _subdirectories(parent: Path, pattern: re.Pattern[str]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from core.clock import Clock
@@ -80,6 +80,13 @@ class Fetches:
             yield
         finally:
             self.tier.unpin(hashes)
+
+    async def ended(self, timeout_s: float) -> None:
+        """Wait until nothing is being fetched, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._coming:
+                    await asyncio.wait(set(self._coming.values()))
 
     async def close(self) -> None:
         try:

@@ -21,17 +21,6 @@ _RENEW_AFTER = 1 / 3  # of a lease; leaves two more tries before it ends
 
 
 @dataclass(slots=True)
-class LeaseCounters:
-    """How leases began and ended since start. `voided`: replaced by a newer epoch."""
-
-    granted: int = 0
-    renewed: int = 0
-    released: int = 0
-    expired: int = 0
-    voided: int = 0
-
-
-@dataclass(slots=True)
 class _Lease:
     epoch: int
     lease_s: float
@@ -45,7 +34,6 @@ class LeaseTable:
         self._clock = clock
         self._limit = limit
         self._leases: dict[str, _Lease] = {}
-        self.counters = LeaseCounters()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -60,8 +48,6 @@ class LeaseTable:
             raise LeaseLost(f"transfer {transfer_id} is held for epoch {held.epoch}, {epoch} is void")
         if held is None and len(self._leases) >= self._limit:
             raise Overloaded(f"{self._limit} transfers wait to be pulled here; try again later")
-        self.counters.voided += held is not None
-        self.counters.granted += 1
         self._leases[transfer_id] = _Lease(epoch, lease_s, self._clock() + lease_s)
 
     def renew(self, transfer_id: str, epoch: int) -> float:
@@ -77,7 +63,6 @@ class LeaseTable:
         if now >= lease.deadline:
             raise LeaseLost(f"the lease of transfer {transfer_id} ended {now - lease.deadline:.3f} s ago")
         lease.deadline = now + lease.lease_s
-        self.counters.renewed += 1
         return lease.lease_s
 
     def release(self, transfer_id: str, epoch: int) -> bool:
@@ -86,7 +71,6 @@ class LeaseTable:
         if lease is None or lease.epoch != epoch:
             return False
         del self._leases[transfer_id]
-        self.counters.released += 1
         return True
 
     def expired(self) -> list[str]:
@@ -95,12 +79,7 @@ class LeaseTable:
         gone = [name for name, lease in self._leases.items() if now >= lease.deadline]
         for name in gone:
             del self._leases[name]
-        self.counters.expired += len(gone)
         return gone
-
-    def next_deadline(self) -> float | None:
-        """The clock's reading at which the next lease expires; None without leases."""
-        return min((lease.deadline for lease in self._leases.values()), default=None)
 
 
 class LeaseView:

@@ -80,10 +80,6 @@ class Ledger:
                 self._quarantined.add(block)
         return quiet
 
-    def pending(self, owner: str) -> set[int]:
-        """Blocks of this owner with an operation in flight."""
-        return {block for block, name in self._owner.items() if name == owner}
-
     @property
     def in_flight(self) -> int:
         """Operations that have not ended."""

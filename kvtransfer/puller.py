@@ -19,7 +19,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from core import faults
 from core.clock import Clock, monotonic
@@ -42,16 +42,6 @@ class PullStats:
 
     nbytes: int
     seconds: float
-
-
-@dataclass(slots=True)
-class PullCounters:
-    """Totals of successful pulls, and failed ones by `SourceFailed.code`."""
-
-    pulls: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    failures: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +72,6 @@ class Puller:
         self._clock = clock
         self._timeout_s = timeout_s
         self._limit = limit
-        self.counters = PullCounters()
         self._closing = False
         self._unfinished = 0
         self._queue: queue.SimpleQueue[_Pull | PeerRanks | None] = queue.SimpleQueue()
@@ -216,14 +205,6 @@ class Puller:
         self._unfinished -= 1
         if quiet:
             self._ledger.end(pull.operation)
-        counters = self.counters
-        if isinstance(outcome, PullStats):
-            counters.pulls += 1
-            counters.nbytes += outcome.nbytes
-            counters.seconds += outcome.seconds
-        elif not pull.result.cancelled():
-            reason = outcome.code if isinstance(outcome, SourceFailed) else "internal_error"
-            counters.failures[str(reason)] = counters.failures.get(str(reason), 0) + 1
         if pull.result.done():
             return
         if isinstance(outcome, PullStats):

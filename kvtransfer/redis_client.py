@@ -20,6 +20,9 @@ SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 FAULTS = (RedisError, RedisClusterException, OSError)
 """No answer, or not one that Redis gives: refused, timed out, lost, wrong password, no Redis at all."""
 
+MAX_CONNECTIONS = 16
+"""To one server. Whoever would need more waits for its turn before it asks: see `RedisTier`."""
+
 SCAN_COUNT = 1000
 """Slots of its table that a server looks at for one answer, well under a millisecond."""
 
@@ -29,7 +32,8 @@ Command = tuple[str | bytes, ...]
 class RedisClient:
     """`redis://[[user]:password@]host:port[/db]`, `rediss://` with TLS, `unix://path`; with `+cluster`
     after the scheme any node of a cluster. redis-py's options go behind `?`, among them
-    `ssl_ca_certs=PATH`. Connects on first use. Raises ConfigError for a URL that it cannot read.
+    `ssl_ca_certs=PATH`. Connects on first use. Raises ConfigError for a URL that it cannot read, and for one
+    that allows fewer connections than MAX_CONNECTIONS.
     """
 
     def __init__(self, url: str) -> None:
@@ -39,18 +43,25 @@ class RedisClient:
                 f"the Redis URL begins with {scheme!r}; write one of {', '.join(s + '://' for s in SCHEMES)}"
             )
         # an idle connection that the server closed shows at its next use: once more, at once
-        retry = Retry(NoBackoff(), 1)
+        options = {"retry": Retry(NoBackoff(), 1), "max_connections": MAX_CONNECTIONS}
         self._client: Redis | RedisCluster
         try:
             self.address = _without_secrets(url)
             if scheme.endswith("+cluster"):
                 cluster_url = f"{scheme.removesuffix('+cluster')}://{rest}"
-                self._client = RedisCluster.from_url(cluster_url, retry=retry)
+                self._client = RedisCluster.from_url(cluster_url, **options)
+                allowed = self._client.connection_kwargs["max_connections"]
             else:
-                self._client = Redis.from_url(url, retry=retry)
+                self._client = Redis.from_url(url, **options)
+                allowed = self._client.connection_pool.max_connections
             self.is_cluster = isinstance(self._client, RedisCluster)
         except (ValueError, TypeError, RedisError, RedisClusterException) as error:
             raise ConfigError(f"the Redis URL cannot be used: {error}") from None
+        if allowed < MAX_CONNECTIONS:
+            raise ConfigError(
+                f"max_connections={allowed} in the Redis URL is too few; "
+                f"leave it out or write {MAX_CONNECTIONS} or more"
+            )
 
     async def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
         """The replies of one pipeline in order; an error that the server replied stands in its place.

@@ -22,6 +22,7 @@ from core import log
 from core.clock import monotonic
 from kvtransfer.breaker import Breaker, Verdict
 from kvtransfer.busy import BusyTime
+from kvtransfer.copies import copy
 from kvtransfer.deadlines import whole_s
 from kvtransfer.payload import HEADER_NBYTES, check, encode_header
 from kvtransfer.redis_client import FAULTS, Command, RedisClient
@@ -33,6 +34,11 @@ BATCH_NBYTES = 2 * 2**20
 
 LANES = 2
 """Pipelines of one load in flight, on a connection each: one is read while the server fills the other."""
+
+LOADS_AT_ONCE = 2
+LOOKUPS_AT_ONCE = 8
+"""With one store and the probe these take 14 of the client's MAX_CONNECTIONS. Others wait for their turn, and
+deadlines begin with it: so a burst of requests is no silence of the server."""
 
 _log = log.get("kvtransfer")
 T = TypeVar("T")
@@ -65,6 +71,8 @@ class RedisTier:
         self._room = Breaker()
         """Opens when the server refuses values though it answers: out of memory, read-only."""
         self._one_store = asyncio.Lock()
+        self._load_turn = asyncio.Semaphore(LOADS_AT_ONCE)
+        self._lookup_turn = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._asking: set[asyncio.Task[Any]] = set()
         """Look-ups and the probe under way."""
         self._closed = False
@@ -86,6 +94,10 @@ class RedisTier:
         return leading
 
     async def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        async with self._load_turn:
+            return await self._load(hashes, into)
+
+    async def _load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
         if not self._admitted():
             return 0
         ends_at = monotonic() + whole_s(self._stall_s, len(hashes) * self._block_nbytes)
@@ -169,6 +181,10 @@ class RedisTier:
     async def _held(self, hashes: Sequence[bytes]) -> list[bool]:
         """Which of these the server holds in full length. What has another length or type is deleted:
         it would stand in the way until it expires."""
+        async with self._lookup_turn:
+            return await self._lengths_fit(hashes)
+
+    async def _lengths_fit(self, hashes: Sequence[bytes]) -> list[bool]:
         if not hashes or not self._admitted():
             return [False] * len(hashes)
         lengths = await self._run([("STRLEN", self._key(h)) for h in hashes], self._stall_s)
@@ -189,7 +205,7 @@ class RedisTier:
         if len(payload) != len(into) or check(header, self._namespace, block_hash, payload):
             damaged.append(block_hash)
             return False
-        into[:] = payload
+        copy(into, payload)
         return True
 
     async def _discard(self, damaged: Sequence[bytes]) -> None:

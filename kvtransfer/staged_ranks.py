@@ -87,8 +87,8 @@ class StagedRanks:
 
 
 def _rows(region: Region, layout: KVLayout) -> list[torch.Tensor]:
-    """For each band uint8 `[num_blocks, layers of the band, bytes of a row]` over a region's memory, host's or
-    GPU's; `layout` is that of a rank."""
+    """For each band uint8 `[num_blocks, layers of the band, bytes of a row]` over a region's memory, host's
+    or GPU's; `layout` is that of a rank."""
     blocks, rows = torch.as_tensor(region.blocks), []
     for band in layout.bands:
         nbytes = layout.num_kv_heads * band.head_nbytes

@@ -11,8 +11,8 @@
 
 A tier never raises for its own faults (disk full, server gone, damaged object): it reports less and
 counts. All coroutines of one tier run on the same loop; several may run at once. What blocks, it does
-on threads of its own. The stack may cancel a lookup that is too slow, but never a load or a store: their
-buffers belong to the tier until they return.
+on threads of its own. The stack may cancel a lookup that is too slow, but a load or a store only at exit,
+when it has not returned in time: their buffers belong to the tier until they return or were cancelled.
 
 Whoever made a tier may be told of its blocks (`OnChange`), so that routers know who holds what.
 """

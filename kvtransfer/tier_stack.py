@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import inf
@@ -39,11 +38,12 @@ from kvtransfer.rates import Rate, RateMeter
 from kvtransfer.store_policy import StorePolicy
 from kvtransfer.stores import Stores
 from kvtransfer.target import Target
+from kvtransfer.threads import DaemonThreads
 from kvtransfer.tier import OnChange, Tier, TierStats, unheard
 
 TIERS = ("host", "disk", "redis")
 _HOST_GUESS = Rate(latency_s=0.0005, nbytes_per_s=5e9)
-_STAGING_BLOCKS = 64
+_STAGING_BLOCKS = 128
 """Slots when there is no host tier: what is under way up or down still needs a place."""
 _BATCH_NBYTES = 12 * 2**20
 """One fetch and one copy: long enough to keep a tier's threads busy, short enough (1-2 ms of memcpy)
@@ -86,10 +86,12 @@ class Held:
 class TierStack:
     """All tiers of one worker. Starts a thread with an event loop and one that copies.
 
-    `host_nbytes` 0: no host tier, only a staging arena. `write_behind_nbytes` bounds each lower tier's
-    queue, and so does a quarter of the arena. `lookup_timeout_s` and `load_timeout_s` bound one lookup of a
-    tier and one batch of a load, whatever its own deadlines are. `on_host_change` hears of the host tier's
-    blocks; the other tiers were told by whoever made them. Raises ConfigError as HostTier does.
+    `host_nbytes` 0: no host tier, only a staging arena. A block leaves it long before it is used again, so
+    every block is stored below when it is committed, whatever `policy` says. `write_behind_nbytes` bounds
+    each lower tier's queue, and so does a quarter of the arena, half of a staging arena.
+    `lookup_timeout_s` and `load_timeout_s` bound one lookup of a tier and one batch of a load, whatever
+    its own deadlines are. `on_host_change` hears of the host tier's blocks; the other tiers were told by
+    whoever made them. Raises ConfigError as HostTier does.
     """
 
     def __init__(
@@ -112,7 +114,9 @@ class TierStack:
         self._clock = clock
         # A quarter of the slots at most for what goes down, and one for what comes up.
         share = max(1, self.host.num_slots // (4 * max(1, len(tiers))))
-        queue_blocks = min(share, max(1, write_behind_nbytes // block_nbytes))
+        down = share if self._serve_host else 2 * share  # a whole step's blocks come at once
+        queue_blocks = min(down, max(1, write_behind_nbytes // block_nbytes))
+        policy = policy if self._serve_host else StorePolicy.WRITE_THROUGH
         self._batch = max(1, min(_BATCH_NBYTES // block_nbytes, share // _DEPTH))
         self._loop = asyncio.new_event_loop()
         self._fetches = {
@@ -122,7 +126,7 @@ class TierStack:
         self._opening = [self._loop.create_task(fetches.open()) for fetches in self._fetches.values()]
         self._storing = self._loop.create_task(self._stores.run())
         self._host_meter = RateMeter(_HOST_GUESS, clock)
-        self._copier = ThreadPoolExecutor(1, "kv-copy")
+        self._copier = DaemonThreads(1, "kv-copy")
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-tiers", daemon=True)
         self._thread.start()
@@ -170,11 +174,13 @@ class TierStack:
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
         block_budget_s: float = inf,
+        is_use: bool = True,
     ) -> int:
         """Bring the blocks of one segment into `into`; returns how many leading ones are there.
 
         `arrived(count)` is called on the caller's loop as they come. Fewer than asked is a miss: of the
-        tier, or of time, when computing seems faster at `block_budget_s` a block. Once this returned or
+        tier, or of time, when computing seems faster at `block_budget_s` a block. `is_use`: whether the store
+        policy counts it, as it should but for a preempted sequence that comes back. Once this returned or
         raised, CancelledError included, nothing writes into `into` any more.
         """
         if len(hashes) != len(into):
@@ -184,7 +190,7 @@ class TierStack:
             return 0
         target = Target(self.host, hashes, into, arrived)
         try:
-            return await self._call(self._load(fetches, hashes, target, block_budget_s))
+            return await self._call(self._load(fetches, hashes, target, block_budget_s, is_use))
         finally:
             target.revoke()
 
@@ -202,7 +208,7 @@ class TierStack:
         return stats
 
     async def close(self, drain_s: float = 2.0) -> None:
-        """Store what is queued, for at most `drain_s`, and end; idempotent."""
+        """Store what is queued and end what is being fetched, for at most `drain_s`; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -211,7 +217,7 @@ class TierStack:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             await asyncio.to_thread(self._thread.join, 5.0)
-            self._copier.shutdown(wait=False)
+            self._copier.close()
             if not self._thread.is_alive():
                 self._loop.close()
 
@@ -234,7 +240,12 @@ class TierStack:
         return held
 
     async def _load(
-        self, fetches: Fetches | None, hashes: Sequence[bytes], target: Target, block_budget_s: float
+        self,
+        fetches: Fetches | None,
+        hashes: Sequence[bytes],
+        target: Target,
+        block_budget_s: float,
+        is_use: bool,
     ) -> int:
         began = self._clock()
         kept = hashes[: self.host.pin(hashes)]
@@ -246,7 +257,8 @@ class TierStack:
         if fetches is None:
             self._host_meter.add(done * self.host.block_nbytes, self._clock() - began)
         self.host.touch(hashes[:done])
-        self._stores.used(hashes[:done], came_from=fetches.tier if fetches else None)
+        if is_use:
+            self._stores.used(hashes[:done], came_from=fetches.tier if fetches else None)
         return done
 
     async def _copy_batches(
@@ -265,7 +277,7 @@ class TierStack:
                 in_hand_s = (done + _MAX_LOSS * len(hashes)) * block_budget_s - (self._clock() - began)
                 limit_s = max(_JITTER_S, min(in_hand_s, (last - first) * block_budget_s))
                 await asyncio.wait(coming[i], timeout=min(limit_s, self._load_timeout_s))
-            count = await self._loop.run_in_executor(self._copier, target.fill, first, last)
+            count = await asyncio.wrap_future(self._copier.submit(target.fill, first, last))
             done += count
             if count:
                 target.report(done)
@@ -274,14 +286,16 @@ class TierStack:
         return done
 
     async def _close(self, drain_s: float) -> None:
-        if undrained := await self._stores.drained(drain_s):
+        coming = (fetches.ended(drain_s) for fetches in self._fetches.values())
+        undrained, *_ = await asyncio.gather(self._stores.drained(drain_s), *coming)
+        if undrained:
             log.warning("tier.undrained", tiers=undrained, waited_s=drain_s)
-        for fetches in self._fetches.values():
-            await fetches.close()
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
                 task.cancel()
             await asyncio.wait(others, timeout=1.0)
+        for fetches in self._fetches.values():
+            await fetches.close()
 
 
 def _spans(count: int, batch: int) -> list[tuple[int, int]]:

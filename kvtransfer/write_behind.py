@@ -76,16 +76,16 @@ class WriteBehind:
             self.dropped += 1
 
     async def run(self) -> None:
-        """Store what is offered, for ever."""
+        """Store what is offered, for ever; what goes wrong with one batch is counted and costs that batch."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             while batch := self._take():
-                stored = await self._store(batch)
-                self._host.unpin(batch)
-                with self._lock:
-                    self._pinned.difference_update(batch)
-                self._on_done(batch, stored)
+                try:
+                    await self._store(batch)
+                except Exception as error:
+                    log.error("tier.broke", tier=self.tier.name, operation="write-behind", exc_info=error)
+                    self.errors += 1
             if not self._pinned:
                 self._empty.set()
 
@@ -101,10 +101,15 @@ class WriteBehind:
         with self._lock:
             return [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
 
-    async def _store(self, batch: list[bytes]) -> int:
+    async def _store(self, batch: list[bytes]) -> None:
+        stored = 0
         try:
-            return await self.tier.store([(h, self._host.view(h)) for h in batch])
+            stored = await self.tier.store([(h, self._host.view(h)) for h in batch])
         except Exception as error:  # a tier must not raise; one that does has failed, no more
             log.error("tier.broke", tier=self.tier.name, operation="store", exc_info=error)
             self.errors += 1
-            return 0
+        finally:
+            self._host.unpin(batch)
+            with self._lock:
+                self._pinned.difference_update(batch)
+        self._on_done(batch, stored)

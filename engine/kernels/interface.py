@@ -68,15 +68,17 @@ class Kernels(Protocol):
         self, qkv: torch.Tensor, rope: torch.Tensor, batch: Batch, cache: KVCache, layer: int
     ) -> None:
         """Rotate q and k inside qkv [T, (heads + 2 * kv heads) * head_dim] IN PLACE, then write k and v
-        into `cache` at `batch.slots`. `rope`: fp32 [positions, 2, head_dim / 2], cosines then sines.
+        into `cache` at `batch.slots`, in its format. `rope`: fp32 [positions, 2, head_dim / 2], cosines
+        then sines.
         """
         ...
 
     def attention(self, qkv: torch.Tensor, cache: KVCache, layer: int, plan: Any) -> torch.Tensor:
         """Causal attention of every row over its sequence's cached tokens, [T, heads * head_dim].
 
-        Call after `rope_and_store` of the same layer. Slots past a sequence's end may hold anything,
-        NaN included, and never reach the result. With a sliding window, entries of the block table that
-        lie before it may name any block, and are not read.
+        Call after `rope_and_store` of the same layer: what counts is what is stored, also of the row's own
+        chunk, so that rounding does not depend on how a prompt is cut. Slots past a sequence's end may hold
+        anything, NaN included, and never reach the result. With a sliding window, entries of the block
+        table that lie before it may name any block, and are not read.
         """
         ...

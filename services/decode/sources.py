@@ -159,6 +159,7 @@ class Loader:
                 [region.block(block_id) for block_id in order.block_ids[place]],
                 arrived,
                 lookups.block_budget_s,
+                is_use=not order.parked,
             )
             if done < count:
                 break

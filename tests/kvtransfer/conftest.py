@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -64,6 +65,11 @@ class Owner:
         self.process.stdin.write(f"fill {rank} {block} {value}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until all of its threads stand still."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""

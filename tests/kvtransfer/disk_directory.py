@@ -2,11 +2,13 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 
 from tier_blocks import BLOCK_NBYTES, NAMESPACE, Block
 
-from kvtransfer.disk_files import DIRECTORY_NBYTES, BlockFiles, Gate
+from kvtransfer.disk_files import DIRECTORY_NBYTES, BlockFiles
+from kvtransfer.gate import Gate
 
 FILE_NBYTES = BlockFiles(Path("/"), NAMESPACE, BLOCK_NBYTES).file_nbytes
 DIRECTORIES_NBYTES = 4 * DIRECTORY_NBYTES  # the tier's own, the namespace's, two below it
@@ -14,11 +16,12 @@ CAP = 100 * FILE_NBYTES
 
 
 class Clumsy(BlockFiles):
-    """Real files whose writes can be made to fail, or to hang together with reads."""
+    """Real files whose writes can be made to fail, or to hang together with reads, which can be slow."""
 
     def __init__(self, directory: Path, namespace: bytes = NAMESPACE) -> None:
         super().__init__(directory, namespace, BLOCK_NBYTES)
         self.failures: list[int] = []
+        self.read_s = 0.0
         self.free = threading.Event()
         self.free.set()
 
@@ -35,6 +38,7 @@ class Clumsy(BlockFiles):
 
     def read(self, path: str, block_hash: bytes, into: memoryview, gate: Gate) -> str | None:
         self.free.wait(20)
+        time.sleep(self.read_s)
         return super().read(path, block_hash, into, gate)
 
 

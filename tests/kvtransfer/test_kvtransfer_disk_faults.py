@@ -1,6 +1,5 @@
 """Whatever happens to the directory or the disk below it: a miss or a dropped store, and a counter."""
 
-import asyncio
 import errno
 import os
 import shutil
@@ -10,12 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from disk_directory import DIRECTORIES_NBYTES, FILE_NBYTES, Clumsy, du, file_of, files_in
-from tier_blocks import BLOCK_NBYTES, NAMESPACE, OTHER_NAMESPACE, blocks, buffers, hashes, loaded
+from disk_directory import DIRECTORIES_NBYTES, FILE_NBYTES, Clumsy, du, file_of
+from tier_blocks import BLOCK_NBYTES, NAMESPACE, OTHER_NAMESPACE, blocks, hashes, loaded
 from tier_fixtures import MakeDiskTier
 
-from kvtransfer.disk_files import BlockFiles, Gate
+from kvtransfer.disk_files import BlockFiles
 from kvtransfer.disk_tier import DiskTier
+from kvtransfer.gate import Gate
 
 
 @pytest.fixture
@@ -149,6 +149,24 @@ async def test_a_file_system_near_full_is_left_its_share(
 
 
 @pytest.mark.usefixtures("impatient")
+async def test_a_probe_for_which_there_is_no_room_says_nothing(
+    make_disk_tier: MakeDiskTier, tmp_path: Path
+) -> None:
+    files, kept = Clumsy(tmp_path / "kv"), blocks(2)
+    tier = make_disk_tier(files=files, cap=3 * FILE_NBYTES + DIRECTORIES_NBYTES)
+    await tier.opened()
+    assert await tier.store(kept) == 2
+    tier.pin(hashes(kept))
+    files.failures = [errno.EIO]
+    assert await tier.store(blocks(1, 1)) == 0
+    assert await tier.store(blocks(2, 2)) == 0
+    assert tier.stats().breaker == "open"
+    tier.unpin(hashes(kept))
+    assert await tier.store(blocks(2, 2)) == 2
+    assert tier.stats().breaker == "closed"
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("in_its_place", ["nothing", "a file"])
 async def test_a_deleted_directory_drops_stores_until_it_is_back(
     tier: DiskTier, tmp_path: Path, in_its_place: str
@@ -197,70 +215,6 @@ async def test_a_directory_that_cannot_be_made(make_disk_tier: MakeDiskTier, tmp
     while not await tier.opened():
         pass
     assert await tier.store(blocks(3)) == 3
-
-
-@pytest.mark.usefixtures("impatient")
-async def test_a_hanging_disk_costs_one_stall_and_leaves_the_buffers_alone(
-    make_disk_tier: MakeDiskTier, tmp_path: Path
-) -> None:
-    files = Clumsy(tmp_path / "kv")
-    tier = make_disk_tier(files=files, stall_s=0.1)
-    await tier.opened()
-    chain = blocks(6)
-    await tier.store(chain)
-    files.free.clear()
-    into = buffers(6)
-    assert await tier.load(hashes(chain), into) == 0
-    assert (tier.stats().errors, tier.stats().breaker) == (1, "open")
-    cancelled = asyncio.create_task(tier.load(hashes(chain), into))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    await asyncio.wait([cancelled])
-    assert tier.stats().breaker == "open"
-    files.free.set()
-    while await loaded(tier, chain) != 6:
-        pass
-    assert all(buffer == bytes(BLOCK_NBYTES) for buffer in into)
-    assert tier.stats().breaker == "closed"
-
-
-async def test_a_hanging_write_keeps_its_bytes_charged_until_it_ends(
-    make_disk_tier: MakeDiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtransfer.disk_store.STALL_S", 0.05)
-    files = Clumsy(tmp_path / "kv")
-    tier = make_disk_tier(files=files)
-    await tier.opened()
-    await tier.store(blocks(2))  # the directories exist
-    monkeypatch.setattr(files, "spare_nbytes", lambda: 2**40)
-    files.free.clear()
-    assert await tier.store(blocks(2, 1)) == 0
-    assert tier.stats().used_nbytes == 4 * FILE_NBYTES + DIRECTORIES_NBYTES
-    assert tier.stats().breaker == "open"
-    files.free.set()
-    while tier.stats().used_nbytes > 2 * FILE_NBYTES + DIRECTORIES_NBYTES:
-        await asyncio.sleep(0.01)
-    assert len(files_in(tmp_path / "kv")) == 2
-
-
-@pytest.mark.usefixtures("impatient")
-async def test_a_disk_that_hangs_while_room_is_made_is_opened_anew(
-    make_disk_tier: MakeDiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtransfer.disk_store.STALL_S", 0.05)
-    files = Clumsy(tmp_path / "kv")
-    tier = make_disk_tier(files=files)
-    await tier.opened()
-    await tier.store(blocks(2))
-    files.free.clear()
-    assert await tier.store(blocks(2, 1)) == 0
-    assert tier.stats().errors == 1
-    files.free.set()
-    while not await tier.opened():
-        pass
-    assert await loaded(tier, blocks(2)) == 2
-    assert await tier.store(blocks(2, 1)) == 2
-    assert tier.stats().used_nbytes == 4 * FILE_NBYTES + DIRECTORIES_NBYTES
 
 
 @pytest.fixture

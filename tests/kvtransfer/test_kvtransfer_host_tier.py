@@ -151,12 +151,12 @@ def test_coldest_are_pinned_and_evicted_on_request():
 @pytest.mark.parametrize("size", [NBYTES - 1, NBYTES + 1, 1])
 def test_a_payload_of_another_size_is_refused_and_costs_no_slot(size):
     host = host_of(1)
-    with pytest.raises(ValueError, match=f"a block has {NBYTES} bytes, this buffer {size}"):
+    with pytest.raises(ValueError, match=f"{size} bytes cannot fill a buffer of {NBYTES}"):
         host.put(key(0), memoryview(bytes(size)))
     host.check()
     assert host.num_free == 1
     host.put(key(0), payload(0))
-    with pytest.raises(ValueError, match=f"a block has {NBYTES} bytes, this buffer {size}"):
+    with pytest.raises(ValueError, match=f"{NBYTES} bytes cannot fill a buffer of {size}"):
         host.load([key(0)], [memoryview(bytearray(size))])
     assert host.put(key(1), payload(1))  # the failed load left no pin
 

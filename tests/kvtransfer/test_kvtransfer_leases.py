@@ -17,14 +17,12 @@ def table(clock: FakeClock) -> LeaseTable:
 
 def test_a_lease_expires_once_and_is_forgotten(table, clock):
     table.grant("t", 0, 10.0)
-    assert table.next_deadline() == 110.0
     clock.advance(9.9)
     assert table.expired() == []
     clock.advance(0.1)
     assert table.expired() == ["t"]
     assert table.expired() == []
-    assert table.next_deadline() is None
-    assert table.counters.expired == 1
+    assert len(table) == 0
 
 
 def test_renewal_starts_the_lease_anew(table, clock):
@@ -51,7 +49,6 @@ def test_what_cannot_be_renewed(table, clock, transfer_id, epoch, seconds, reaso
     clock.advance(seconds)
     with pytest.raises(LeaseLost, match=reason):
         table.renew(transfer_id, epoch)
-    assert table.counters.renewed == 0
 
 
 def test_release_is_idempotent_and_bound_to_its_epoch(table):
@@ -60,7 +57,6 @@ def test_release_is_idempotent_and_bound_to_its_epoch(table):
     assert table.release("t", 1)
     assert not table.release("t", 1)
     assert len(table) == 0
-    assert table.counters.released == 1
 
 
 def test_a_newer_epoch_voids_the_older(table):
@@ -70,7 +66,7 @@ def test_a_newer_epoch_voids_the_older(table):
         table.renew("t", 1)
     assert not table.release("t", 1)
     assert table.renew("t", 2) == 10.0
-    assert (table.counters.voided, len(table)) == (1, 1)
+    assert len(table) == 1
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -106,16 +102,16 @@ def test_the_consumer_counts_from_when_it_sent(clock):
 
 def test_the_consumer_always_stops_before_the_producer_frees(table, clock):
     """Whatever the delays of request and reply, D's deadline is not after P's."""
-    view = LeaseView(clock)
     for epoch, (there, back) in enumerate([(0.0, 0.0), (2.0, 0.0), (0.0, 2.0), (3.0, 3.0)]):
         sent_at = clock()
         clock.advance(there)
         table.grant("t", epoch, 10.0)
-        producer_deadline = table.next_deadline()
         clock.advance(back)
         view = LeaseView(clock)
         view.renewed(sent_at, 10.0)
-        assert clock() + view.remaining() <= producer_deadline
+        clock.advance(view.remaining() - 0.001)
+        view.check()
+        assert table.expired() == []
 
 
 def test_a_renewal_extends_and_a_late_reply_changes_nothing(clock):

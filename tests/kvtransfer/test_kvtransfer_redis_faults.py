@@ -137,8 +137,8 @@ async def test_a_paused_server_costs_one_deadline(
         assert await tier.store(blocks(2, 1)) == 0
     assert tier.stats().breaker != "closed"
     assert tier.stats().errors in (1, 2)  # a load has two pipelines under way
-    async with asyncio.timeout(0.1):  # half of a deadline
-        for _ in range(10):
+    async with asyncio.timeout(10):  # a tenth of their deadlines
+        for _ in range(500):
             assert await loaded(tier, chain) == 0
     server.resume()
     await recovered(tier, chain)
@@ -150,7 +150,7 @@ async def test_a_lookup_given_up_by_its_caller_still_tells_the_breaker(
     start_redis: StartRedis, make_redis_tier: MakeRedisTier
 ) -> None:
     server, chain = start_redis(), blocks(3)
-    tier = make_redis_tier(server.url, stall_s=0.2)
+    tier = make_redis_tier(server.url, stall_s=1.0)
     await tier.store(chain)
     server.pause()
     with pytest.raises(TimeoutError):
@@ -192,7 +192,7 @@ async def test_a_black_hole_is_bounded_by_the_deadline(make_redis_tier: MakeRedi
             filler.setblocking(False)
             filler.connect_ex(listener.getsockname())
         tier = make_redis_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}", stall_s=0.2)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             assert await tier.lookup(hashes(blocks(3))) == 0
             assert await tier.store(blocks(3)) == 0
         assert tier.stats().errors == 1

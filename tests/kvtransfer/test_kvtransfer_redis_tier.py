@@ -137,6 +137,24 @@ async def test_a_value_evicted_between_lookup_and_load(
     assert tier.stats().corrupt == 0
 
 
+async def test_a_burst_is_no_fault(redis_server: RedisServer, make_redis_tier: MakeRedisTier) -> None:
+    """300 look-ups, 20 loads and a store at once: all are answered, over a handful of connections."""
+    tier, chain = make_redis_tier(redis_server.url), blocks(20)
+    assert await tier.store(chain) == 20
+    with redis_server.client() as client:
+        before = client.info("stats")["total_connections_received"]
+        *answers, stored = await asyncio.gather(
+            *(tier.lookup(hashes(chain)) for _ in range(300)),
+            *(loaded(tier, chain) for _ in range(20)),
+            tier.store(blocks(20, 1)),
+        )
+        opened = client.info("stats")["total_connections_received"] - before
+    assert answers == [20] * 320
+    assert stored == 20
+    assert opened <= 16
+    assert (tier.stats().errors, tier.stats().breaker) == (0, "closed")
+
+
 async def test_passwords(start_redis: StartRedis, make_redis_tier: MakeRedisTier) -> None:
     server, chain = start_redis("--requirepass", "secret"), blocks(3)
     right = make_redis_tier(server.url.replace("unix://", "unix://:secret@"))
@@ -219,6 +237,8 @@ async def test_a_cluster(start_redis: StartRedis, make_redis_tier: MakeRedisTier
         ("localhost:6379", "rediss://"),
         ("redis://host:notaport", "cannot be used"),
         ("redis://host:6379?ssl_ca_certs", None),
+        ("redis://host:6379?max_connections=4", "leave it out or write 16 or more"),
+        ("redis+cluster://host:6379?max_connections=4", "leave it out or write 16 or more"),
     ],
 )
 def test_urls_that_cannot_work_are_refused(url: str, says: str | None) -> None:

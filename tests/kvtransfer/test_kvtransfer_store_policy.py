@@ -103,3 +103,22 @@ async def test_a_tier_that_raises_is_a_tier_that_failed():
     assert (stored, writer.errors) == ([0], 1)
     assert not running.done()
     running.cancel()
+
+
+async def test_whatever_goes_wrong_with_a_batch_the_next_one_is_stored():
+    host, tier, told = HostTier(2 * 64, 64), FakeTier(), []
+
+    def tell(hashes, stored):
+        told.append(stored)
+        if len(told) == 1:
+            raise ValueError("a bug")
+
+    writer = WriteBehind(tier, host, asyncio.get_running_loop(), 4, tell)
+    running = asyncio.create_task(writer.run())
+    for block_hash in (A, B):
+        host.put(block_hash, memoryview(bytes(64)))
+        assert writer.offer(block_hash)
+        assert await writer.drained(5)
+    assert (told, writer.errors, set(tier.held)) == ([1, 1], 1, {A, B})
+    assert len(host.take(2)) == 2  # no pin is left
+    running.cancel()

@@ -1,69 +1,12 @@
 import asyncio
-import random
-import threading
-from collections import Counter
-from contextlib import asynccontextmanager
 
 import pytest
+from stack_blocks import NBYTES, buffers, key, keys, load, payload, stack_of, tier_with, until
 
-from core.clock import FakeClock
 from core.errors import ConfigError
-from kvtransfer.rates import FORGET_AFTER_S, Rate, RateMeter
 from kvtransfer.store_policy import StorePolicy
 from kvtransfer.tier import FakeTier
 from kvtransfer.tier_stack import Held, TierStack, parse_order
-
-NBYTES = 4096
-
-
-def key(i: int) -> bytes:
-    return i.to_bytes(32, "big")
-
-
-def keys(*ids: int) -> list[bytes]:
-    return [key(i) for i in ids]
-
-
-def payload(i: int) -> memoryview:
-    """The bytes that belong to `key(i)`."""
-    return memoryview(i.to_bytes(8, "big") * (NBYTES // 8))
-
-
-def buffers(count: int) -> list[memoryview]:
-    return [memoryview(bytearray(NBYTES)) for _ in range(count)]
-
-
-def tier_with(*ids: int, name: str = "disk") -> FakeTier:
-    return FakeTier(name, held={key(i): bytes(payload(i)) for i in ids})
-
-
-@asynccontextmanager
-async def stack_of(*tiers: FakeTier, slots: int = 64, policy=StorePolicy.WRITE_THROUGH, **options):
-    stack = TierStack(NBYTES, slots * NBYTES, tiers, policy, **options)
-    try:
-        yield stack
-    finally:
-        for tier in tiers:
-            tier.release()
-        await stack.close()
-        stack.host.check()
-
-
-async def until(condition, timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-async def load(stack: TierStack, source: str, ids: range, **options) -> list[int]:
-    """Loads and checks every byte; the ids of the blocks that came."""
-    into, arrived = buffers(len(ids)), []
-    count = await stack.load(source, keys(*ids), into, arrived.append, **options)
-    assert into[:count] == [payload(i) for i in ids[:count]]
-    assert arrived == sorted(set(arrived))
-    assert (arrived[-1] if arrived else 0) == count
-    return list(ids[:count])
-
 
 # Looking up.
 
@@ -171,16 +114,16 @@ async def test_a_batch_slower_than_computing_ends_the_load():
 
 
 async def test_a_load_ends_before_it_costs_much_more_than_it_saved():
-    """Computing four blocks would take 4 s, waiting for them costs a few percent of that."""
+    """Computing four blocks would take 20 s, waiting for them costs a few percent of that."""
     disk = tier_with(*range(4))
     async with stack_of(disk, load_timeout_s=60.0) as stack:
         disk.stick()
-        async with asyncio.timeout(2.0):
-            assert await load(stack, "disk", range(4), block_budget_s=1.0) == []
+        async with asyncio.timeout(10.0):
+            assert await load(stack, "disk", range(4), block_budget_s=5.0) == []
         disk.release()
 
 
-async def test_a_silent_tier_costs_one_timeout_and_its_blocks_are_a_miss():
+async def test_blocks_of_a_silent_tier_are_a_miss():
     disk = tier_with(*range(4))
     async with stack_of(disk, load_timeout_s=0.03) as stack:
         disk.stick()
@@ -223,228 +166,26 @@ async def test_without_a_host_tier_blocks_pass_through_staging():
     await stack.close()
 
 
+@pytest.mark.parametrize("policy", StorePolicy)
+async def test_without_a_host_tier_what_was_computed_is_stored_at_once(policy):
+    disk = FakeTier("disk")
+    stack = TierStack(NBYTES, 0, [disk], policy)
+    for i in range(300):  # more than the staging arena has slots
+        stack.committed(key(i), payload(i))
+        await until(lambda i=i: key(i) in disk.held)
+    stack.touch(keys(*range(300)))
+    assert await stack.lookup(keys(*range(300))) == [Held("disk", 0, 300)]
+    assert stack.stats()["disk"].dropped == 0
+    await stack.close()
+
+
 async def test_unequal_lengths_are_a_mistake():
     async with stack_of() as stack:
         with pytest.raises(ValueError, match="2 blocks cannot fill 1 buffers"):
             await stack.load("host", keys(0, 1), buffers(1), lambda count: None)
 
 
-# Storing.
-
-
-async def test_what_a_tier_lost_is_stored_again_once_it_was_computed_again():
-    disk = FakeTier("disk")
-    async with stack_of(disk) as stack:
-        for _ in range(2):
-            assert stack.committed(key(0), payload(0))
-            await until(lambda: key(0) in disk.held)
-            del disk.held[key(0)]
-
-
-async def test_a_stuck_tier_does_not_delay_a_commit():
-    """The engine's thread commits everything while the tier's store never returns."""
-    disk = FakeTier("disk")
-    async with stack_of(disk, slots=32) as stack:
-        disk.stick()
-        committed = []
-
-        def engine() -> None:
-            committed.extend(stack.committed(key(i), payload(i)) for i in range(100))
-
-        thread = threading.Thread(target=engine)
-        thread.start()
-        await asyncio.to_thread(thread.join, 10)
-        assert committed == [True] * 100
-        assert disk.held == {}
-        assert stack.stats()["disk"].dropped == 100 - 32 // 4  # a quarter of the slots may wait
-        disk.release()
-        await until(lambda: len(disk.held) == 8)
-
-
-async def test_write_behind_is_bounded_in_bytes():
-    disk = FakeTier("disk")
-    async with stack_of(disk, slots=64, write_behind_nbytes=3 * NBYTES) as stack:
-        disk.stick()
-        for i in range(10):
-            stack.committed(key(i), payload(i))
-        assert stack.stats()["disk"].dropped == 7
-
-
-async def test_one_stuck_tier_does_not_starve_the_other():
-    disk, redis = FakeTier("disk"), FakeTier("redis")
-    async with stack_of(disk, redis) as stack:
-        disk.stick()
-        for i in range(3):
-            stack.committed(key(i), payload(i))
-        await until(lambda: len(redis.held) == 3)
-        assert disk.held == {}
-
-
-@pytest.mark.parametrize("trouble", ["full", "broken"])
-async def test_a_tier_without_space_loses_nothing_but_the_store(trouble):
-    disk = FakeTier("disk")
-    async with stack_of(disk) as stack:
-        setattr(disk, trouble, True)
-        assert stack.committed(key(0), payload(0))
-        await until(lambda: stack.stats()["disk"].dropped == 1)
-        assert await load(stack, "host", range(1)) == [0]
-        setattr(disk, trouble, False)
-        stack.touch(keys(0))  # the next use offers it again
-        await until(lambda: disk.held == {key(0): bytes(payload(0))})
-
-
-async def test_second_hit_stores_what_was_used_twice():
-    disk = FakeTier("disk")
-    async with stack_of(disk, policy=StorePolicy.SECOND_HIT) as stack:
-        for i in range(6):
-            stack.committed(key(i), payload(i))
-        stack.committed(key(0), payload(0))
-        await load(stack, "host", range(1, 3))
-        stack.touch(keys(3, 77))  # 77 is in the device's pool only: nothing to store it from
-        stack.touch(keys(3, 77))
-        await until(lambda: len(disk.held) == 4)
-        assert stack.stats()["disk"].dropped == 0
-    assert sorted(disk.held) == keys(0, 1, 2, 3)
-
-
-async def test_on_evict_stores_what_leaves_the_host_tier():
-    disk = FakeTier("disk")
-    async with stack_of(disk, slots=16, policy=StorePolicy.ON_EVICT) as stack:
-        for i in range(100):
-            stack.committed(key(i), payload(i))
-            await until(lambda: stack.host.num_free > 0)
-        await until(lambda: stack.host.num_free >= 4)
-        stats = stack.stats()
-        assert stats["disk"].dropped == 0
-        in_host = {h for h in keys(*range(100)) if stack.host.holds(h)}
-        assert in_host
-        assert in_host | set(disk.held) == set(keys(*range(100)))
-        assert disk.held[key(7)] == bytes(payload(7))
-
-
-async def test_on_evict_stores_in_every_tier_before_the_block_goes():
-    disk, redis = FakeTier("disk"), FakeTier("redis")
-    async with stack_of(disk, redis, slots=32, policy=StorePolicy.ON_EVICT) as stack:
-        redis.stick()
-        for i in range(30):
-            stack.committed(key(i), payload(i))
-        await until(lambda: len(disk.held) >= 2)
-        assert stack.host.holds(key(0))
-        redis.release()
-        await until(lambda: stack.host.num_free >= 4)
-        assert set(redis.held) == set(disk.held)
-        assert not stack.host.holds(key(0))
-
-
-async def test_on_evict_drops_and_counts_when_the_tier_is_stuck():
-    disk = FakeTier("disk")
-    async with stack_of(disk, slots=16, policy=StorePolicy.ON_EVICT) as stack:
-        disk.stick()
-        for i in range(100):
-            assert stack.committed(key(i), payload(i))
-        stats = stack.stats()
-        assert stats["disk"].dropped == stats["host"].evictions > 0
-
-
-async def test_a_block_from_redis_goes_to_disk_but_not_back():
-    disk, redis = FakeTier("disk"), tier_with(0, 1, name="redis")
-    async with stack_of(disk, redis) as stack:
-        redis.full = True  # a store there would count
-        await load(stack, "redis", range(2))
-        await until(lambda: sorted(disk.held) == keys(0, 1))
-        assert stack.stats()["redis"].dropped == 0
-
-
-async def test_two_workers_share_through_one_tier():
-    redis = FakeTier("redis")
-    async with stack_of(redis) as first:
-        for i in range(5):
-            first.committed(key(i), payload(i))
-    async with stack_of(FakeTier("redis", held=redis.held)) as second:
-        assert await second.lookup(keys(*range(6))) == [Held("redis", 0, 5)]
-        assert await load(second, "redis", range(5)) == list(range(5))
-
-
-# Everything at once.
-
-
-async def test_random_traffic_never_gives_foreign_bytes_and_leaves_no_pin():
-    """Commits, loads, cancels and faults over an arena much smaller than what is asked for."""
-    rng = random.Random(5)
-    disk, redis = tier_with(*range(64)), tier_with(*range(32, 96), name="redis")
-    async with stack_of(disk, redis, slots=40, load_timeout_s=0.05) as stack:
-        stopped = threading.Event()
-
-        def engine() -> None:
-            own = random.Random(6)
-            while not stopped.is_set():
-                block = own.randrange(200)
-                stack.committed(key(block), payload(block))
-                stack.touch(keys(block, block + 1))
-
-        thread = threading.Thread(target=engine)
-        thread.start()
-        outcomes: Counter[str] = Counter()
-
-        async def client(first: int, count: int, source: str, patience_s: float) -> None:
-            try:
-                async with asyncio.timeout(patience_s):
-                    came = await load(stack, source, range(first, first + count))
-                outcomes["all" if len(came) == count else "some"] += 1
-            except TimeoutError:
-                outcomes["cancelled"] += 1
-
-        for _ in range(40):
-            disk.broken, redis.full = rng.random() < 0.2, rng.random() < 0.5
-            await asyncio.gather(
-                *(
-                    client(
-                        rng.randrange(90),
-                        rng.randrange(1, 24),
-                        rng.choice(["host", "disk", "redis"]),
-                        rng.choice([0.0005, 0.002, 5.0]),
-                    )
-                    for _ in range(6)
-                )
-            )
-        stopped.set()
-        await asyncio.to_thread(thread.join, 10)
-        assert min(outcomes[kind] for kind in ("all", "some", "cancelled")) > 0
-        await until(lambda: len(stack.host.take(stack.host.num_slots)) == stack.host.num_slots)
-
-
-# Ending.
-
-
-async def test_close_stores_what_is_queued_and_ends_the_threads():
-    disk = FakeTier("disk")
-    stack = TierStack(NBYTES, 32 * NBYTES, [disk], StorePolicy.WRITE_THROUGH)
-    for i in range(8):
-        stack.committed(key(i), payload(i))
-    await stack.close()
-    await stack.close()
-    assert len(disk.held) == 8
-    assert disk.closed
-    assert not stack.committed(key(9), payload(9))
-    stack.touch(keys(0))
-    assert await stack.lookup(keys(0)) == [Held("host", 0, 1)]
-    assert await load(stack, "disk", range(1)) == []
-    assert not any(thread.name == "kv-tiers" for thread in threading.enumerate())
-
-
-async def test_close_does_not_wait_for_a_stuck_tier():
-    disk = tier_with(7)
-    stack = TierStack(NBYTES, 32 * NBYTES, [disk], StorePolicy.WRITE_THROUGH)
-    disk.stick()
-    stack.committed(key(0), payload(0))
-    loading = asyncio.create_task(load(stack, "disk", range(7, 8)))
-    await until(lambda: disk.loads)
-    await stack.close(drain_s=0.01)
-    with pytest.raises(asyncio.CancelledError):
-        await loading
-
-
-# Values.
+# The setting.
 
 
 @pytest.mark.parametrize(
@@ -466,36 +207,3 @@ def test_order_of_tiers(setting, names):
 def test_an_order_that_cannot_work_is_refused(setting, sentence):
     with pytest.raises(ConfigError, match=sentence):
         parse_order(setting)
-
-
-def test_rate_tells_latency_from_bandwidth():
-    meter = RateMeter(Rate(0.001, 1e9), FakeClock(100.0))
-    for nbytes in (10**6, 10**7, 10**8) * 3:
-        meter.add(nbytes, 0.005 + nbytes / 2e8)
-    rate = meter.rate(queued_nbytes=10**7)
-    assert rate.measured
-    assert rate.latency_s == pytest.approx(0.005, rel=1e-3)
-    assert rate.nbytes_per_s == pytest.approx(2e8, rel=1e-3)
-    assert rate.seconds(10**7) == pytest.approx(0.105, rel=1e-3)
-    assert rate.seconds(0) == 0
-
-
-def test_rate_follows_a_tier_that_became_slow():
-    meter = RateMeter(Rate(0.001, 1e9), FakeClock(100.0))
-    for _ in range(20):
-        meter.add(10**7, 0.01)
-    for _ in range(6):
-        meter.add(10**7, 0.1)
-    assert meter.rate().nbytes_per_s < 1.5e8
-
-
-def test_rate_is_forgotten_so_that_a_slow_tier_gets_another_try():
-    clock, guess = FakeClock(100.0), Rate(0.001, 1e9)
-    meter = RateMeter(guess, clock)
-    assert meter.rate() == guess
-    meter.add(10**6, 1.0)
-    assert meter.rate().nbytes_per_s == pytest.approx(1e6)
-    clock.advance(FORGET_AFTER_S + 1)
-    assert meter.rate() == guess
-    meter.add(10**6, 0.01)
-    assert meter.rate().nbytes_per_s == pytest.approx(1e8)

@@ -1,5 +1,6 @@
 """A real redis-server for tests, on a Unix socket or a port of the loopback."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -36,7 +37,9 @@ class RedisServer:
         return redis.Redis(unix_socket_path=str(self.socket), **options)  # pyright: ignore[reportArgumentType]
 
     def pause(self) -> None:
+        """SIGSTOP, and wait until it stands still."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

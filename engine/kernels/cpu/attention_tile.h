@@ -87,7 +87,8 @@ INLINE void pack_keys(PACK_PARAMETERS, const int pairs, const int format) {
             const int64_t from = w + LANES <= words ? w : words - LANES; /* the last step may do some again */
             vf v[LANES];
             UNROLL for (int i = 0; i < LANES; i++) {
-                v[i] = pairs ? load_pairs(tokens->k[t + i], from, format) : load_numbers(tokens->k[t + i], from, format);
+                const void *token = tokens->k[t + i];
+                v[i] = pairs ? load_pairs(token, from, format) : load_numbers(token, from, format);
                 if (wide) __builtin_prefetch(at(next->k[t + i], pairs ? 2 * from : from, format == BF16), 0, 2);
             }
             transpose(v);

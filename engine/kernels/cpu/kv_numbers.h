@@ -16,7 +16,7 @@ INLINE int64_t numbers_nbytes(int64_t count, int64_t format) {
     return format == FP32 ? 4 * count : format == BF16 ? 2 * count : format == INT4 ? count / 2 : count;
 }
 
-/* Numbers from their codes, the low 8 bits (of 4-bit codes the low 4) of each lane; unless INT8, no others are set. */
+/* Numbers from their codes, the low 8 bits of each lane or of INT4 the low 4; but for INT8 no others may be set. */
 INLINE vf widen(vu code, const int format) {
     if (format == INT8) return __builtin_convertvector((vi)(code << 24) >> 24, vf);
     if (format == INT4) return __builtin_convertvector((vi)code, vf);
