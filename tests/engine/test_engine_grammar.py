@@ -201,8 +201,9 @@ def test_matchers_of_one_grammar_do_not_touch(compiler, tokenizer) -> None:
 def add(h: Harness, name: str, first: int, last: int, *, breaks_at: int = 10**6, **given: object) -> None:
     plain = {"max_tokens": 60, "seed": 3, "temperature": 1.0, "grammar": Grammar("", "format.x")}
     sampling = SamplingParams(**plain | given)  # type: ignore[arg-type]
-    matcher = Ascending(VOCAB, first, last, breaks_at)
-    h.engine.handle(Add(Request(name, tuple(random_prompt(12)), sampling), matcher=matcher))
+    matcher, prompt = Ascending(VOCAB, first, last, breaks_at), random_prompt(12)
+    h.prompt_lens[name] = len(prompt)
+    h.engine.handle(Add(Request(name, tuple(prompt), sampling), matcher=matcher))
 
 
 def ascends(tokens: list[int], first: int, last: int) -> bool:

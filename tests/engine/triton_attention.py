@@ -75,20 +75,7 @@ def expected_attention(
     scales = torch.tensor([g.k_scale, g.v_scale]).view(2, 1, 1)
     twin.pool.copy_(pool.cpu().float() * scales)
     q = q.cpu().float()
-    if not case.window:
-        return reference.attention(q, batch, twin, LAYER)
-    return torch.cat([_row(case, batch, twin, q, row) for row in range(batch.num_tokens)])
-
-
-def _row(case: AttentionCase, batch: Batch, twin: KVCache, q: torch.Tensor, row: int) -> torch.Tensor:
-    """One row of windowed attention, [1, heads, head_dim], by SDPA over the tokens it sees."""
-    seq = next(s for s in range(batch.num_seqs) if row < batch.q_starts[s + 1])
-    position = int(batch.positions[row])
-    seen = torch.arange(max(0, position - case.window + 1), position + 1)
-    blocks, offsets = batch.block_tables[seq][seen // batch.block_size].long(), seen % batch.block_size
-    k, v = (part(LAYER)[blocks, :, offsets].transpose(0, 1) for part in (twin.keys, twin.values))
-    grouped = q[row].view(case.geometry.num_kv_heads, case.geometry.group, -1)
-    return torch.nn.functional.scaled_dot_product_attention(grouped, k, v).reshape(1, *q.shape[1:])
+    return reference.attention(q, batch, twin, LAYER, case.window)
 
 
 def run_attention(case: AttentionCase, batch: Batch, pool: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
