@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, Process, fresh_salt, is_gold, prompt, sum_of
 from redis_process import RedisServer
-from tier_probes import BLOCK_SIZE, ask, from_tier, num_reusable, tier, wait_stored
+from tier_probes import BLOCK_SIZE, ask, is_from, num_reusable, tier, wait_stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -86,7 +86,7 @@ def ask_decode_worker(cluster: Cluster, plan: str, salt: str, case: str) -> str:
     }
     if moved == {"computed": len(prompt(case))}:
         return "cold" if plan == "local" else "computed here"
-    named = [name for source, name in sources.items() if moved == from_tier(source, case)]
+    named = [name for source, name in sources.items() if is_from(moved, source, case)]
     return named[0] if named else str(moved)
 
 

@@ -26,9 +26,12 @@ def num_reusable(case: str) -> int:
     return num_shareable_blocks(len(prompt(case)), BLOCK_SIZE) * BLOCK_SIZE
 
 
-def from_tier(tier: str, case: str) -> dict[str, int]:
-    """What `ask` returns when all that can come from a tier does."""
-    return {tier: num_reusable(case), "computed": len(prompt(case)) - num_reusable(case)}
+def is_from(moved: dict[str, float], tier: str, case: str) -> bool:
+    """Whether `ask` found what can be reused in this tier and nowhere else: all of it, or the leading blocks
+    of a load that ended since the rest took longer than computing it (a busy machine's disk)."""
+    loaded = moved.get(tier, 0)
+    whole = 0 < loaded <= num_reusable(case) and loaded % BLOCK_SIZE == 0
+    return whole and moved == {tier: loaded, "computed": len(prompt(case)) - loaded}
 
 
 def came_from(worker: Process) -> dict[str, float]:
