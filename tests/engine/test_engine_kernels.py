@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -175,3 +176,29 @@ def test_auto_dtype_follows_the_cpu(flags: set[str], chosen: str, monkeypatch: p
 def test_unusable_dtypes_are_refused(setting: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         resolve_dtype(setting)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_rows_of_random_shapes(kernels: Kernels, dtype: torch.dtype, seed: int) -> None:
+    """Norms, activation and head norm on shapes drawn at random: 200 cases a kernel set and kernel."""
+    rng = random.Random(seed)
+    rows, width, head_dim = rng.randint(1, 40), 32 * rng.randint(1, 24), 16 * rng.randint(2, 16)
+    torch.manual_seed(seed)
+    x, delta, weight = (torch.randn(n, width).to(dtype) for n in (rows, rows, 1))
+    x *= rng.choice([1e-3, 1.0, 30.0])
+    close(kernels.rms_norm(x, weight[0], 1e-5), reference.rms_norm(x, weight[0], 1e-5), dtype)
+    residual = x + delta
+    close(
+        kernels.add_rms_norm(delta, x, weight[0], 1e-5), reference.rms_norm(residual, weight[0], 1e-5), dtype
+    )
+    close(x, residual, dtype)
+    gate_up = torch.randn(rows, 2 * width).to(dtype) * rng.choice([1.0, 20.0])
+    close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up), dtype)
+    kv_heads, group = rng.randint(1, 3), rng.randint(1, 4)
+    layout = KVLayout(1, kv_heads, head_dim, 16, "fp32")
+    qkv = torch.randn(rows, (group + 2) * kv_heads * head_dim).to(dtype)
+    q_weight, k_weight = (torch.randn(head_dim).to(dtype) for _ in range(2))
+    want = qkv.clone()
+    reference.head_norm(want, q_weight, k_weight, 1e-6, layout)
+    kernels.head_norm(qkv, q_weight, k_weight, 1e-6, layout)
+    close(qkv, want, dtype)

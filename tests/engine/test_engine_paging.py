@@ -251,3 +251,21 @@ def test_a_failing_step_ends_its_requests_only(harness) -> None:
     h.add("good", random_prompt(12), 10)
     h.run()
     assert h.tokens("good") == expected(random_prompt(12), 10)
+
+
+def test_eight_choices_share_their_prompt_and_copy_what_they_write(harness) -> None:
+    """n=8 on a pool that holds neither eight prompts nor all eight answers at once."""
+    h = harness(num_blocks=40, block_size=8)
+    prompt = random_prompt(61, 4)
+    h.add("r", prompt, 40, n=8, temperature=1.0, seed=11)
+    while not h.tokens("r", 7):
+        h.step()
+    assert h.pool.num_blocks - h.pool.num_free <= 8 + 8, "the prompt once, and a tail for each"
+    h.run()
+    assert h.scheduler.num_preempted
+    calm = harness(num_blocks=200, block_size=8)
+    calm.add("r", prompt, 40, n=8, temperature=1.0, seed=11)
+    calm.run()
+    for index in range(8):
+        assert h.tokens("r", index) == calm.tokens("r", index)
+        assert len(h.tokens("r", index)) == 40
