@@ -143,7 +143,9 @@ async def test_random_traffic_over_host_and_disk_is_reported_exactly(tmp_path: P
                 lazy.look()
         stopped.set()
         await asyncio.to_thread(thread.join, 10)
-        for i in range(80):  # whose file was deleted is found out by asking for it
+        for turn in (1, 1, 1):
+            harm(tmp_path, rng, turn)
+        for i in range(80):  # whose file was deleted or damaged is found out by asking for it
             await until(lambda i=i: stack.host.evict(name(i)) or not stack.host.holds(name(i)))
             await stack.load("disk", [name(i)], buffers(1), lambda _: None)
         await stack.close()
