@@ -12,8 +12,8 @@ from core.errors import ConfigError
 from core.settings import Settings
 
 SPIN_COUNT = 10_000
-"""How often an idle thread of a team looks before it sleeps, some 20 us: waking it takes longer than a small
-product. 1.1-1.2x on two cores of its own; 30,000 and more hurt where others use the cores too."""
+"""How often an idle thread of a team looks before it sleeps: waking it takes longer than a small product. Up
+to 1.5x on two cores of its own (docs/performance.md); 30,000 and more hurt where others use the cores too."""
 
 
 def parse_cores(text: str) -> list[int]:
