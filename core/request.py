@@ -100,7 +100,9 @@ class Request:
     """One generation on a decode worker.
 
     `block_hashes`: hashes of the prompt's full blocks (`core.blocks`), made once by the router.
-    `epoch` counts the tries of the same request: a lease of an older try is void.
+    `epoch` counts the tries of the same request: a lease of an older try is void. `resumed`: what each
+    choice that goes on has generated on a worker that was lost, (index, token ids); empty = from the
+    beginning. `itl_slo_s`: the longest step that its decoding should see, 0 = no target.
     """
 
     request_id: str
@@ -110,6 +112,8 @@ class Request:
     cache_salt: str = ""
     prefill: PrefillTarget | None = None
     epoch: int = 0
+    resumed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    itl_slo_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,8 @@ def request_to_wire(request: Request) -> gen.Start:
             token_s=target.token_s,
         ),
         epoch=request.epoch,
+        resumed=[gen.Output(index=index, token_ids=token_ids) for index, token_ids in request.resumed],
+        itl_slo_s=request.itl_slo_s,
     )
 
 
@@ -104,6 +106,8 @@ def request_from_wire(message: gen.Start) -> Request:
         cache_salt=message.cache_salt,
         prefill=target,
         epoch=message.epoch,
+        resumed=tuple((output.index, tuple(output.token_ids)) for output in message.resumed),
+        itl_slo_s=message.itl_slo_s,
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18wire/v1/generation.proto\x12\rbaton.wire.v1\"h\n\x0eSessionRequest\x12%\n\x05start\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.StartH\x00\x12\'\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x15.baton.wire.v1.CancelH\x00\x42\x06\n\x04kind\"\xc8\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.baton.wire.v1.Sampling\x12-\n\x07prefill\x18\x06 \x01(\x0b\x32\x1c.baton.wire.v1.PrefillTarget\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\"\x84\x01\n\rPrefillTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x0f\n\x07token_s\x18\x06 \x01(\x01\"\x90\x04\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\t\n\x01n\x18\x04 \x01(\r\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12:\n\nlogit_bias\x18\r \x03(\x0b\x32&.baton.wire.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x08\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12)\n\tbad_words\x18\x11 \x03(\x0b\x32\x16.baton.wire.v1.BadWord\x12\'\n\x07grammar\x18\x12 \x01(\x0b\x32\x16.baton.wire.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"\x1c\n\x07\x42\x61\x64Word\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05param\x18\x02 \x01(\t\":\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\"^\n\x0cSessionReply\x12$\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x14.baton.wire.v1.Delta\x12(\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x16.baton.wire.v1.Failure\"\xe4\x01\n\x05\x44\x65lta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.baton.wire.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12)\n\x08gathered\x18\x06 \x01(\x0b\x32\x17.baton.wire.v1.Gathered\x12\x34\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1b.baton.wire.v1.TokenLogprob\"j\n\x0cTokenLogprob\x12\x15\n\x08token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x0b\n\t_token_id\"\xa7\x03\n\x08Gathered\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x15\n\rremote_tokens\x18\x02 \x01(\r\x12\x1c\n\x14remote_cached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x17\n\x0ftransfer_nbytes\x18\x06 \x01(\x04\x12\x12\n\ntransfer_s\x18\x07 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x08 \x01(\x01\x12\x1d\n\x15last_block_to_token_s\x18\t \x01(\x01\x12\x11\n\tprefill_s\x18\n \x01(\x01\x12\x0e\n\x06step_s\x18\x0b \x01(\x01\x12\x14\n\x0csource_error\x18\x0c \x01(\t\x12<\n\x0btier_tokens\x18\r \x03(\x0b\x32\'.baton.wire.v1.Gathered.TierTokensEntry\x12\x13\n\x0bsource_plan\x18\x0e \x01(\t\x1a\x31\n\x0fTierTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"K\n\x07\x46\x61ilure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05param\x18\x04 \x01(\t2S\n\x06\x44\x65\x63ode\x12I\n\x07Session\x12\x1d.baton.wire.v1.SessionRequest\x1a\x1b.baton.wire.v1.SessionReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18wire/v1/generation.proto\x12\rbaton.wire.v1\"h\n\x0eSessionRequest\x12%\n\x05start\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.StartH\x00\x12\'\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x15.baton.wire.v1.CancelH\x00\x42\x06\n\x04kind\"\x83\x02\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.baton.wire.v1.Sampling\x12-\n\x07prefill\x18\x06 \x01(\x0b\x32\x1c.baton.wire.v1.PrefillTarget\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12&\n\x07resumed\x18\x08 \x03(\x0b\x32\x15.baton.wire.v1.Output\x12\x11\n\titl_slo_s\x18\t \x01(\x01\"*\n\x06Output\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x84\x01\n\rPrefillTarget\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x0f\n\x07token_s\x18\x06 \x01(\x01\"\x90\x04\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\t\n\x01n\x18\x04 \x01(\r\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12:\n\nlogit_bias\x18\r \x03(\x0b\x32&.baton.wire.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x08\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12)\n\tbad_words\x18\x11 \x03(\x0b\x32\x16.baton.wire.v1.BadWord\x12\'\n\x07grammar\x18\x12 \x01(\x0b\x32\x16.baton.wire.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"\x1c\n\x07\x42\x61\x64Word\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05param\x18\x02 \x01(\t\":\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\"^\n\x0cSessionReply\x12$\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x14.baton.wire.v1.Delta\x12(\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x16.baton.wire.v1.Failure\"\xe4\x01\n\x05\x44\x65lta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.baton.wire.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12)\n\x08gathered\x18\x06 \x01(\x0b\x32\x17.baton.wire.v1.Gathered\x12\x34\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1b.baton.wire.v1.TokenLogprob\"j\n\x0cTokenLogprob\x12\x15\n\x08token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x0b\n\t_token_id\"\xa7\x03\n\x08Gathered\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x15\n\rremote_tokens\x18\x02 \x01(\r\x12\x1c\n\x14remote_cached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x17\n\x0ftransfer_nbytes\x18\x06 \x01(\x04\x12\x12\n\ntransfer_s\x18\x07 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x08 \x01(\x01\x12\x1d\n\x15last_block_to_token_s\x18\t \x01(\x01\x12\x11\n\tprefill_s\x18\n \x01(\x01\x12\x0e\n\x06step_s\x18\x0b \x01(\x01\x12\x14\n\x0csource_error\x18\x0c \x01(\t\x12<\n\x0btier_tokens\x18\r \x03(\x0b\x32\'.baton.wire.v1.Gathered.TierTokensEntry\x12\x13\n\x0bsource_plan\x18\x0e \x01(\t\x1a\x31\n\x0fTierTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"K\n\x07\x46\x61ilure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05param\x18\x04 \x01(\t2S\n\x06\x44\x65\x63ode\x12I\n\x07Session\x12\x1d.baton.wire.v1.SessionRequest\x1a\x1b.baton.wire.v1.SessionReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,31 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=43
   _globals['_SESSIONREQUEST']._serialized_end=147
   _globals['_START']._serialized_start=150
-  _globals['_START']._serialized_end=350
-  _globals['_PREFILLTARGET']._serialized_start=353
-  _globals['_PREFILLTARGET']._serialized_end=485
-  _globals['_SAMPLING']._serialized_start=488
-  _globals['_SAMPLING']._serialized_end=1016
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=955
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1003
-  _globals['_BADWORD']._serialized_start=1018
-  _globals['_BADWORD']._serialized_end=1046
-  _globals['_GRAMMAR']._serialized_start=1048
-  _globals['_GRAMMAR']._serialized_end=1086
-  _globals['_CANCEL']._serialized_start=1088
-  _globals['_CANCEL']._serialized_end=1146
-  _globals['_SESSIONREPLY']._serialized_start=1148
-  _globals['_SESSIONREPLY']._serialized_end=1242
-  _globals['_DELTA']._serialized_start=1245
-  _globals['_DELTA']._serialized_end=1473
-  _globals['_TOKENLOGPROB']._serialized_start=1475
-  _globals['_TOKENLOGPROB']._serialized_end=1581
-  _globals['_GATHERED']._serialized_start=1584
-  _globals['_GATHERED']._serialized_end=2007
-  _globals['_GATHERED_TIERTOKENSENTRY']._serialized_start=1958
-  _globals['_GATHERED_TIERTOKENSENTRY']._serialized_end=2007
-  _globals['_FAILURE']._serialized_start=2009
-  _globals['_FAILURE']._serialized_end=2084
-  _globals['_DECODE']._serialized_start=2086
-  _globals['_DECODE']._serialized_end=2169
+  _globals['_START']._serialized_end=409
+  _globals['_OUTPUT']._serialized_start=411
+  _globals['_OUTPUT']._serialized_end=453
+  _globals['_PREFILLTARGET']._serialized_start=456
+  _globals['_PREFILLTARGET']._serialized_end=588
+  _globals['_SAMPLING']._serialized_start=591
+  _globals['_SAMPLING']._serialized_end=1119
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1058
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1106
+  _globals['_BADWORD']._serialized_start=1121
+  _globals['_BADWORD']._serialized_end=1149
+  _globals['_GRAMMAR']._serialized_start=1151
+  _globals['_GRAMMAR']._serialized_end=1189
+  _globals['_CANCEL']._serialized_start=1191
+  _globals['_CANCEL']._serialized_end=1249
+  _globals['_SESSIONREPLY']._serialized_start=1251
+  _globals['_SESSIONREPLY']._serialized_end=1345
+  _globals['_DELTA']._serialized_start=1348
+  _globals['_DELTA']._serialized_end=1576
+  _globals['_TOKENLOGPROB']._serialized_start=1578
+  _globals['_TOKENLOGPROB']._serialized_end=1684
+  _globals['_GATHERED']._serialized_start=1687
+  _globals['_GATHERED']._serialized_end=2110
+  _globals['_GATHERED_TIERTOKENSENTRY']._serialized_start=2061
+  _globals['_GATHERED_TIERTOKENSENTRY']._serialized_end=2110
+  _globals['_FAILURE']._serialized_start=2112
+  _globals['_FAILURE']._serialized_end=2187
+  _globals['_DECODE']._serialized_start=2189
+  _globals['_DECODE']._serialized_end=2272
 # @@protoc_insertion_point(module_scope)

@@ -15,7 +15,7 @@ class SessionRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "block_hashes", "cache_salt", "sampling", "prefill", "epoch")
+    __slots__ = ("request_id", "prompt_token_ids", "block_hashes", "cache_salt", "sampling", "prefill", "epoch", "resumed", "itl_slo_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,8 @@ class Start(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    ITL_SLO_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
@@ -30,7 +32,17 @@ class Start(_message.Message):
     sampling: Sampling
     prefill: PrefillTarget
     epoch: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    resumed: _containers.RepeatedCompositeFieldContainer[Output]
+    itl_slo_s: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., epoch: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., itl_slo_s: _Optional[float] = ...) -> None: ...
+
+class Output(_message.Message):
+    __slots__ = ("index", "token_ids")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillTarget(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation", "min_tokens", "cached_blocks", "token_s")

@@ -25,27 +25,35 @@ _sym_db = _symbol_database.Default()
 from wire.v1 import kv_pb2 as wire_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14wire/v1/worker.proto\x12\rbaton.wire.v1\x1a\x10wire/v1/kv.proto\"\x0e\n\x0cWatchRequest\"\x89\x01\n\nWatchEvent\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.HelloH\x00\x12%\n\x05state\x18\x02 \x01(\x0b\x32\x14.baton.wire.v1.StateH\x00\x12%\n\x02kv\x18\x03 \x01(\x0b\x32\x17.baton.wire.v1.KvEventsH\x00\x42\x06\n\x04kind\"d\n\x08KvEvents\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0c\n\x04next\x18\x02 \x01(\x04\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12)\n\x05tiers\x18\x04 \x03(\x0b\x32\x1a.baton.wire.v1.TierChanges\"<\n\x0bTierChanges\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06stored\x18\x02 \x03(\x06\x12\x0f\n\x07\x65victed\x18\x03 \x03(\x06\"\xfb\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1a.baton.wire.v1.Fingerprint\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\x15\n\rprobe_address\x18\x08 \x01(\t\x12\x12\n\ntransports\x18\t \x03(\t\x12\x14\n\x0ctotal_blocks\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\"\xe4\x01\n\x05State\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0f\n\x07loading\x18\x06 \x01(\r\x12\x0c\n\x04held\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x0e\n\x06idle_s\x18\t \x01(\x01\x12\x17\n\x0fprefill_token_s\x18\n \x01(\x01\x12\'\n\x05tiers\x18\x0b \x03(\x0b\x32\x18.baton.wire.v1.TierState\"\x8b\x01\n\tTierState\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0f\n\x07token_s\x18\x02 \x01(\x01\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x12\n\nhit_blocks\x18\x06 \x01(\x04\x12\x0f\n\x07\x62reaker\x18\x07 \x01(\t2K\n\x06Worker\x12\x41\n\x05Watch\x12\x1b.baton.wire.v1.WatchRequest\x1a\x19.baton.wire.v1.WatchEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14wire/v1/worker.proto\x12\rbaton.wire.v1\x1a\x10wire/v1/kv.proto\"\x1e\n\x0eSetRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"\x0e\n\x0cSetRoleReply\"\x0e\n\x0cWatchRequest\"\x89\x01\n\nWatchEvent\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.baton.wire.v1.HelloH\x00\x12%\n\x05state\x18\x02 \x01(\x0b\x32\x14.baton.wire.v1.StateH\x00\x12%\n\x02kv\x18\x03 \x01(\x0b\x32\x17.baton.wire.v1.KvEventsH\x00\x42\x06\n\x04kind\"d\n\x08KvEvents\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0c\n\x04next\x18\x02 \x01(\x04\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12)\n\x05tiers\x18\x04 \x03(\x0b\x32\x1a.baton.wire.v1.TierChanges\"<\n\x0bTierChanges\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06stored\x18\x02 \x03(\x06\x12\x0f\n\x07\x65victed\x18\x03 \x03(\x06\"\xb1\x02\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1a.baton.wire.v1.Fingerprint\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\x15\n\rprobe_address\x18\x08 \x01(\t\x12\x12\n\ntransports\x18\t \x03(\t\x12\x14\n\x0ctotal_blocks\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0e \x01(\r\"\x98\x03\n\x05State\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0f\n\x07loading\x18\x06 \x01(\r\x12\x0c\n\x04held\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x0e\n\x06idle_s\x18\t \x01(\x01\x12\x17\n\x0fprefill_token_s\x18\n \x01(\x01\x12\'\n\x05tiers\x18\x0b \x03(\x0b\x32\x18.baton.wire.v1.TierState\x12/\n\rprefill_model\x18\x0c \x01(\x0b\x32\x18.baton.wire.v1.StepModel\x12.\n\x0c\x64\x65\x63ode_model\x18\r \x01(\x0b\x32\x18.baton.wire.v1.StepModel\x12\x15\n\rqueued_tokens\x18\x0e \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x0f \x01(\x04\x12\"\n\x05links\x18\x10 \x03(\x0b\x32\x13.baton.wire.v1.Link\"?\n\tStepModel\x12\t\n\x01\x61\x18\x01 \x01(\x01\x12\t\n\x01\x62\x18\x02 \x01(\x01\x12\t\n\x01\x63\x18\x03 \x01(\x01\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\"*\n\x04Link\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x14\n\x0cnbytes_per_s\x18\x02 \x01(\x01\"\x8b\x01\n\tTierState\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0f\n\x07token_s\x18\x02 \x01(\x01\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x12\n\nhit_blocks\x18\x06 \x01(\x04\x12\x0f\n\x07\x62reaker\x18\x07 \x01(\t2\x92\x01\n\x06Worker\x12\x41\n\x05Watch\x12\x1b.baton.wire.v1.WatchRequest\x1a\x19.baton.wire.v1.WatchEvent0\x01\x12\x45\n\x07SetRole\x12\x1d.baton.wire.v1.SetRoleRequest\x1a\x1b.baton.wire.v1.SetRoleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WATCHREQUEST']._serialized_start=57
-  _globals['_WATCHREQUEST']._serialized_end=71
-  _globals['_WATCHEVENT']._serialized_start=74
-  _globals['_WATCHEVENT']._serialized_end=211
-  _globals['_KVEVENTS']._serialized_start=213
-  _globals['_KVEVENTS']._serialized_end=313
-  _globals['_TIERCHANGES']._serialized_start=315
-  _globals['_TIERCHANGES']._serialized_end=375
-  _globals['_HELLO']._serialized_start=378
-  _globals['_HELLO']._serialized_end=629
-  _globals['_STATE']._serialized_start=632
-  _globals['_STATE']._serialized_end=860
-  _globals['_TIERSTATE']._serialized_start=863
-  _globals['_TIERSTATE']._serialized_end=1002
-  _globals['_WORKER']._serialized_start=1004
-  _globals['_WORKER']._serialized_end=1079
+  _globals['_SETROLEREQUEST']._serialized_start=57
+  _globals['_SETROLEREQUEST']._serialized_end=87
+  _globals['_SETROLEREPLY']._serialized_start=89
+  _globals['_SETROLEREPLY']._serialized_end=103
+  _globals['_WATCHREQUEST']._serialized_start=105
+  _globals['_WATCHREQUEST']._serialized_end=119
+  _globals['_WATCHEVENT']._serialized_start=122
+  _globals['_WATCHEVENT']._serialized_end=259
+  _globals['_KVEVENTS']._serialized_start=261
+  _globals['_KVEVENTS']._serialized_end=361
+  _globals['_TIERCHANGES']._serialized_start=363
+  _globals['_TIERCHANGES']._serialized_end=423
+  _globals['_HELLO']._serialized_start=426
+  _globals['_HELLO']._serialized_end=731
+  _globals['_STATE']._serialized_start=734
+  _globals['_STATE']._serialized_end=1142
+  _globals['_STEPMODEL']._serialized_start=1144
+  _globals['_STEPMODEL']._serialized_end=1207
+  _globals['_LINK']._serialized_start=1209
+  _globals['_LINK']._serialized_end=1251
+  _globals['_TIERSTATE']._serialized_start=1254
+  _globals['_TIERSTATE']._serialized_end=1393
+  _globals['_WORKER']._serialized_start=1396
+  _globals['_WORKER']._serialized_end=1542
 # @@protoc_insertion_point(module_scope)

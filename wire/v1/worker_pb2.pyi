@@ -7,6 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...
+
+class SetRoleReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -44,7 +54,7 @@ class TierChanges(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "host", "pid", "address", "probe_address", "transports", "total_blocks", "dtype", "version")
+    __slots__ = ("worker_id", "incarnation", "role", "fingerprint", "host", "pid", "address", "probe_address", "transports", "total_blocks", "dtype", "version", "max_num_seqs", "max_num_batched_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +67,8 @@ class Hello(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: str
@@ -69,10 +81,12 @@ class Hello(_message.Message):
     total_blocks: int
     dtype: str
     version: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., probe_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., total_blocks: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., probe_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., total_blocks: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("phase", "free_blocks", "cached_blocks", "running", "waiting", "loading", "held", "steps", "idle_s", "prefill_token_s", "tiers")
+    __slots__ = ("phase", "free_blocks", "cached_blocks", "running", "waiting", "loading", "held", "steps", "idle_s", "prefill_token_s", "tiers", "prefill_model", "decode_model", "queued_tokens", "context_tokens", "links")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +98,11 @@ class State(_message.Message):
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MODEL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     phase: str
     free_blocks: int
     cached_blocks: int
@@ -95,7 +114,32 @@ class State(_message.Message):
     idle_s: float
     prefill_token_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierState]
-    def __init__(self, phase: _Optional[str] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., steps: _Optional[int] = ..., idle_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ...) -> None: ...
+    prefill_model: StepModel
+    decode_model: StepModel
+    queued_tokens: int
+    context_tokens: int
+    links: _containers.RepeatedCompositeFieldContainer[Link]
+    def __init__(self, phase: _Optional[str] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., steps: _Optional[int] = ..., idle_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ..., prefill_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_model: _Optional[_Union[StepModel, _Mapping]] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+
+class StepModel(_message.Message):
+    __slots__ = ("a", "b", "c", "num_steps")
+    A_FIELD_NUMBER: _ClassVar[int]
+    B_FIELD_NUMBER: _ClassVar[int]
+    C_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    a: float
+    b: float
+    c: float
+    num_steps: int
+    def __init__(self, a: _Optional[float] = ..., b: _Optional[float] = ..., c: _Optional[float] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("peer", "nbytes_per_s")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    nbytes_per_s: float
+    def __init__(self, peer: _Optional[str] = ..., nbytes_per_s: _Optional[float] = ...) -> None: ...
 
 class TierState(_message.Message):
     __slots__ = ("tier", "token_s", "used_bytes", "capacity_bytes", "blocks", "hit_blocks", "breaker")

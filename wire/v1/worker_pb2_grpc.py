@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=wire_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=wire_dot_v1_dot_worker__pb2.WatchEvent.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.wire.v1.Worker/SetRole',
+                request_serializer=wire_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=wire_dot_v1_dot_worker__pb2.SetRoleReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -47,6 +52,14 @@ class WorkerServicer:
     def Watch(self, request, context):
         """Hello first, then a State whenever it changes and at least once a second, until either side leaves.
         KvEvents between them: a snapshot first, then what changed, a second old at most.
+        A change of role is another Hello with the same incarnation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Finish what runs, take nothing new meanwhile, then advertise the other role. Answered at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -59,6 +72,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=wire_dot_v1_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=wire_dot_v1_dot_worker__pb2.WatchEvent.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=wire_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=wire_dot_v1_dot_worker__pb2.SetRoleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class Worker:
             '/baton.wire.v1.Worker/Watch',
             wire_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
             wire_dot_v1_dot_worker__pb2.WatchEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.wire.v1.Worker/SetRole',
+            wire_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            wire_dot_v1_dot_worker__pb2.SetRoleReply.FromString,
             options,
             channel_credentials,
             insecure,
