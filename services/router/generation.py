@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.blocks import block_key, hash_blocks, num_shareable_blocks
 from core.errors import EngineFault, WorkerLost
 from core.request import (
     Gathered,
-    PrefillTarget,
     Request,
     SamplingParams,
     TokenDelta,
     TokenLogprob,
 )
-from planning.plan import FleetView, Forced, Plan, Reason, RequestFacts, WorkerView, plan
+from planning.plan import Forced, Plan
 from services.router.choice import Choice, Piece
+from services.router.planner import planned, target
 from services.router.router import Router
 from services.router.schemas import GenerationBody
 from services.router.session import Inbox, Session
@@ -73,7 +72,12 @@ class Generation:
         self._stop_token_ids = frozenset(body.stop_token_ids) | (
             frozenset() if body.ignore_eos else frozenset(self._text.eos_token_ids)
         )
-        self.parts = self._planned(prompts, forced)
+        self.parts = [
+            Part(prompt, hashes, chosen, self._choices(number), f"{self.id}-{number}")
+            for number, (prompt, (hashes, chosen)) in enumerate(
+                zip(prompts, planned(router, body, prompts, forced), strict=True)
+            )
+        ]
         self._by_request = {part.request_id: part for part in self.parts}
 
     @property
@@ -126,49 +130,6 @@ class Generation:
                 part.session.cancel(part.request_id)
         self._by_request.clear()
 
-    def _planned(self, prompts: Sequence[Prompt], forced: Forced) -> list[Part]:
-        """Each prompt sees the load that the ones before it will bring."""
-        parts, view = [], self._fleet.view()
-        for number, prompt in enumerate(prompts):
-            hashes = self._hashes(prompt, view)
-            chosen = self._plan(prompt, view.credited(self._credits(prompt, hashes, view)), forced)
-            view = view.after(chosen, self._body.n)
-            parts.append(Part(prompt, hashes, chosen, self._choices(number), f"{self.id}-{number}"))
-        return parts
-
-    def _hashes(self, prompt: Prompt, view: FleetView) -> tuple[bytes, ...]:
-        """Of its full blocks; the decode workers of a view have one fingerprint. None when no worker could
-        hold it: the plan is an error then, and millions of tokens take long to hash."""
-        if len(prompt.token_ids) > max((worker.max_tokens for worker in view.decode), default=0):
-            return ()
-        fingerprint, salt = view.decode[0].fingerprint, self._body.cache_salt
-        return tuple(hash_blocks(fingerprint.namespace, prompt.token_ids, fingerprint.block_size, salt))
-
-    def _credits(self, prompt: Prompt, hashes: Sequence[bytes], view: FleetView) -> dict[str, float]:
-        """What each worker need not compute of a prompt; all of it where every logit is wanted."""
-        if self._body.prompt_logprobs or not hashes:
-            return {}
-        size = view.decode[0].fingerprint.block_size
-        shareable = hashes[: num_shareable_blocks(len(prompt.token_ids), size)]
-        return self._fleet.roster.credits([block_key(block_hash) for block_hash in shareable])
-
-    def _plan(self, prompt: Prompt, view: FleetView, forced: Forced) -> Plan:
-        body = self._body
-        facts = RequestFacts(
-            num_prompt_tokens=len(prompt.token_ids),
-            max_tokens=body.limit,
-            default_max_tokens=body.default_limit,
-            prompt_logprobs=body.prompt_logprobs,
-            param=body.prompt_param,
-        )
-        return plan(
-            facts,
-            view,
-            forced,
-            min_remote_tokens=self._router.settings.min_remote_tokens,
-            rng=self._router.rng,
-        )
-
     def _choices(self, number: int) -> list[Choice]:
         body, n = self._body, self._body.n
         return [
@@ -184,21 +145,7 @@ class Generation:
             sampling=self._sampling(part.plan.max_tokens),
             block_hashes=part.block_hashes,
             cache_salt=self._body.cache_salt,
-            prefill=prefill and self._target(prefill, part.plan.reason),
-        )
-
-    def _target(self, prefill: WorkerView, reason: Reason) -> PrefillTarget:
-        """A client that forces the handoff gets it for every missing block, else it has to be worth it."""
-        forced = reason is Reason.FORCED_DISAGGREGATED
-        min_tokens = 1 if forced else self._router.settings.min_remote_tokens
-        cached_blocks = int(prefill.credit_tokens) // prefill.fingerprint.block_size
-        return PrefillTarget(
-            prefill.worker_id,
-            prefill.address,
-            prefill.incarnation,
-            min_tokens,
-            cached_blocks,
-            prefill.token_s,
+            prefill=prefill and target(prefill, part.plan.reason, self._router.settings.min_remote_tokens),
         )
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
