@@ -10,10 +10,13 @@ full blocks have a hash. Python's `hash()` is salted per process and never used 
 from __future__ import annotations
 
 import struct
+import sys
 from array import array
 from collections.abc import Sequence
 
 from blake3 import blake3
+
+TOKEN_NBYTES = 4
 
 
 def _root(namespace: bytes, cache_salt: str) -> bytes:
@@ -23,7 +26,10 @@ def _root(namespace: bytes, cache_salt: str) -> bytes:
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    numbers = array("I", token_ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 class BlockHasher:
@@ -33,30 +39,27 @@ class BlockHasher:
     """
 
     def __init__(self, namespace: bytes, cache_salt: str, block_size: int) -> None:
-        self._block_size = block_size
+        self._block_nbytes = TOKEN_NBYTES * block_size
         self._last = _root(namespace, cache_salt)
-        self._tail: array[int] = array("I")
+        self._tail = b""
         self.hashes: list[bytes] = []
 
     def copy(self) -> BlockHasher:
         """An independent hasher at the same place, for a fork of the sequence."""
         other = object.__new__(BlockHasher)
-        other._block_size, other._last = self._block_size, self._last
-        other._tail, other.hashes = self._tail[:], list(self.hashes)
+        other._block_nbytes, other._last = self._block_nbytes, self._last
+        other._tail, other.hashes = self._tail, list(self.hashes)
         return other
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Append tokens; returns the hashes of blocks that became full through them."""
-        self._tail.extend(token_ids)
-        size, tail, fresh = self._block_size, self._tail, []
-        done = 0
-        while len(tail) - done >= size:
-            self._last = blake3(self._last + _token_bytes(tail[done : done + size])).digest()
-            fresh.append(self._last)
-            done += size
-        if done:
-            self._tail = tail[done:]
-            self.hashes += fresh
+        tail, size, last, fresh = self._tail + _token_bytes(token_ids), self._block_nbytes, self._last, []
+        ends = len(tail) - len(tail) % size
+        for begin in range(0, ends, size):
+            last = blake3(last + tail[begin : begin + size]).digest()
+            fresh.append(last)
+        self._tail, self._last = tail[ends:], last
+        self.hashes += fresh
         return fresh
 
 

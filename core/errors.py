@@ -6,12 +6,14 @@ BatonError
 │   ├── InvalidParameter         400, names the parameter
 │   ├── ContextLengthExceeded    400, names both numbers
 │   ├── NotFound                 404
+│   ├── Conflict                 409, as things stand it would do harm; change them first
 │   ├── PayloadTooLarge          413
 │   └── Unauthorized             401
 ├── Overloaded               429, come back after `retry_after_s`; busy is not broken
 ├── Unavailable              503, nobody can answer this now
 ├── WorkerLost               a worker, or a rank of it, died, hung or was cut off while it held the request
 ├── EngineFault              the engine raised in a step; the request that it hit is over
+│   └── RequestPoisoned          two workers ended with it: it is not tried on a third
 └── SourceFailed             a block source did not deliver: always a miss, never shown to a client
     ├── LeaseLost                lease ended, expired or has another epoch
     ├── ChecksumMismatch         the bytes read are not the bytes published
@@ -25,11 +27,13 @@ from typing import Any
 
 
 class BatonError(Exception):
-    """Base of all. `http_status`, `error_type` and `code` follow OpenAI's envelope."""
+    """Base of all. `http_status`, `error_type` and `code` follow OpenAI's envelope; `retry_after_s`: the same
+    request may succeed then; None where that is not known."""
 
     http_status = 500
     error_type = "internal_error"
     code: str | None = "internal_error"
+    retry_after_s: float | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -75,6 +79,11 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
+class Conflict(RequestError):
+    http_status = 409
+    code = "conflict"
+
+
 class PayloadTooLarge(RequestError):
     http_status = 413
     code = "payload_too_large"
@@ -100,6 +109,7 @@ class Unavailable(BatonError):
     http_status = 503
     error_type = "service_unavailable_error"
     code = "unavailable"
+    retry_after_s = 1.0
 
 
 class WorkerLost(BatonError):
@@ -110,6 +120,10 @@ class WorkerLost(BatonError):
 
 class EngineFault(BatonError):
     code = "engine_fault"
+
+
+class RequestPoisoned(EngineFault):
+    code = "request_poisoned"
 
 
 class SourceFailed(BatonError):

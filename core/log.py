@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
+import orjson
 import structlog
 
 _bound: dict[str, str] = {}
@@ -22,9 +24,10 @@ def configure(level: str, form: str = "auto", **bound: str) -> None:
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     rendered = (
-        [structlog.dev.ConsoleRenderer()]  # formats exceptions itself
+        # It formats exceptions itself, by default with the frames' local variables: prompts and keys.
+        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if console
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_dumps)]
     )
     structlog.configure(
         processors=[
@@ -38,6 +41,10 @@ def configure(level: str, form: str = "auto", **bound: str) -> None:
         cache_logger_on_first_use=True,
     )
     _bound.update(bound)
+
+
+def _dumps(event: structlog.typing.EventDict, default: Callable[[object], object]) -> str:
+    return orjson.dumps(event, default=default).decode()
 
 
 def _add_bound(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

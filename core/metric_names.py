@@ -1,6 +1,7 @@
 """Names and buckets of every metric, in one place: dashboards and scalers hold on to them.
 
-Labels are `role`, `worker`, `model_name` and short fixed lists; never anything a client chose.
+Labels are `role`, `worker`, `model_name`, the operator's names of API keys and short fixed lists; never
+anything a client chose.
 `VLLM_ALIASES` maps vLLM's core names to ours, exported under both.
 """
 
@@ -32,9 +33,19 @@ ITL_BUCKETS = (
     80,
 )
 
+ESTIMATE_ERROR_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2)
+"""Of |predicted - real| / real."""
+
+SLO_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
+"""Of what was measured / its target."""
+
 # router
 REQUESTS = "baton_requests_total"  # route, status
 REQUESTS_IN_FLIGHT = "baton_requests_in_flight"
+REQUESTS_QUEUED = "baton_requests_queued"
+ROUTER_QUEUE_SECONDS = "baton_router_queue_time_seconds"
+ADMISSIONS = "baton_admissions_total"  # key, decision
+KEY_TOKENS = "baton_key_tokens_total"  # key
 PLANS = "baton_plans_total"  # plan, reason
 TTFT = "baton_time_to_first_token_seconds"
 ITL = "baton_inter_token_latency_seconds"
@@ -46,12 +57,21 @@ CLIENT_GONE = "baton_client_disconnects_total"
 WORKERS = "baton_workers"  # role, state
 WORKER_CONNECTIONS_LOST = "baton_worker_connections_lost_total"
 FAULTS = "baton_faults_total"  # where
+RESUMES = "baton_resumes_total"  # reason: planning.recovery.Cause
+RESUMES_DENIED = "baton_resumes_denied_total"  # why: planning.recovery.Denial
+POISONED = "baton_poisoned_total"
+SLO_REQUESTS = "baton_slo_requests_total"  # target: ttft, itl, all; result: met, missed, failed
+SLO_RATIO = "baton_slo_ratio"  # target: ttft, itl
+NO_SLO_REQUESTS = "baton_requests_without_slo_total"
+TTFT_ESTIMATE_ERROR = "baton_ttft_estimate_error_ratio"  # plan
+TTFT_ESTIMATE_BIAS = "baton_ttft_estimate_bias_seconds_total"  # plan, direction: over, under
 
 # worker
 RUNNING = "baton_num_requests_running"
 WAITING = "baton_num_requests_waiting"
 LOADING = "baton_num_requests_loading"
 HELD = "baton_num_requests_held"
+PREFILL_BACKLOG = "baton_prefill_backlog_seconds"
 BLOCKS_TOTAL = "baton_kv_blocks_total"
 BLOCKS_FREE = "baton_kv_blocks_free"
 BLOCKS_CACHED = "baton_kv_blocks_cached"
@@ -83,6 +103,8 @@ TRANSFER_SECONDS = "baton_kv_transfer_seconds"  # transport
 TRANSFER_BYTES = "baton_kv_transfer_bytes_total"  # transport
 TRANSFER_FAILURES = "baton_kv_transfer_failures_total"  # reason
 LEASES_EXPIRED = "baton_kv_leases_expired_total"
+ANNOUNCEMENTS_FAILED = "baton_announcements_failed_total"
+CALLS_REFUSED = "baton_refused_calls_total"
 
 VLLM_ALIASES = {
     "vllm:num_requests_running": RUNNING,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -84,7 +85,8 @@ class PrefillTarget:
 
     `min_tokens`: fewer missing tokens than this are not worth asking it for; the decode worker alone
     knows what its own pool holds. `cached_blocks`: blocks' worth of computing that it is spared, as far as
-    the router knows. `token_s`: seconds in which it computes a prompt token, 0 = not known.
+    the router knows. `token_s`: seconds in which it computes a prompt token, 0 = not known. `queue_s`:
+    seconds of work that it had before this, as the router saw it.
     """
 
     worker_id: str
@@ -93,6 +95,7 @@ class PrefillTarget:
     min_tokens: int = 1
     cached_blocks: int = 0
     token_s: float = 0.0
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class Request:
     `block_hashes`: hashes of the prompt's full blocks (`core.blocks`), made once by the router.
     `epoch` counts the tries of the same request: a lease of an older try is void. `resumed`: what each
     choice that goes on has generated on a worker that was lost, (index, token ids); empty = from the
-    beginning. `itl_slo_s`: the longest step that its decoding should see, 0 = no target.
+    beginning. `max_tokens` and `min_tokens` count those too. `itl_slo_s`: the longest step that its decoding
+    should see, 0 = no target.
     """
 
     request_id: str
@@ -115,9 +119,22 @@ class Request:
     resumed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     itl_slo_s: float = 0.0
 
+    @property
+    def open_choices(self) -> list[int]:
+        """The choices to generate."""
+        return [index for index, _ in self.resumed] or list(range(self.sampling.n))
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+    def tokens_of(self, index: int) -> tuple[int, ...]:
+        """What choice `index` begins from: the prompt, and what it has generated elsewhere."""
+        return self.prompt_token_ids + dict(self.resumed).get(index, ())
+
+    @property
+    def common_tokens(self) -> tuple[int, ...]:
+        """What all of its choices begin from."""
+        return self.tokens_of(self.resumed[0][0]) if len(self.resumed) == 1 else self.prompt_token_ids
+
+
+class TokenLogprob(NamedTuple):
     """Log probability of one token under the raw distribution, and of the best ones there."""
 
     token_id: int
@@ -147,7 +164,6 @@ class Gathered:
     transfer_exposed_s: float = 0.0
     last_block_to_token_s: float = 0.0
     prefill_s: float = 0.0
-    step_s: float = 0.0
     source_error: str = ""
     source_plan: str = ""
 
@@ -157,9 +173,11 @@ class Gathered:
         return self.cached_tokens + sum(tokens for _, tokens in self.tier_tokens) + self.remote_cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """New tokens of one choice after one step. The last one carries `finish_reason`."""
+class TokenDelta(NamedTuple):
+    """New tokens of one choice after one step. The last one carries `finish_reason`.
+
+    A tuple, as it is made for every token: a frozen dataclass takes four times as long.
+    """
 
     request_id: str
     index: int
@@ -167,4 +185,4 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     gathered: Gathered | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = field(default=())
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()

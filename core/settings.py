@@ -19,6 +19,9 @@ from core.errors import ConfigError
 from core.kv import BLOCK_SIZES
 
 ENV_PREFIX = "BATON_"
+SECRETS = ("api_key", "api_keys", "cluster_token", "discovery", "redis_url")
+"""Settings that hold keys or passwords: in no message and no process list."""
+
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
 _UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
 
@@ -123,6 +126,25 @@ class Settings(BaseModel):
     source_timeout_s: float = Field(60.0, gt=0, description="longest silence of a prefill worker")
     min_remote_tokens: int = Field(64, ge=0, description="fewer tokens than this are always computed here")
 
+    # between processes of a cluster
+    cluster_token: str = Field(
+        "",
+        description="secret that router and workers show each other, best in the environment; empty = none",
+    )
+    cluster_tls_cert: str = Field(
+        "", description="PEM of this process's certificate, for mutual TLS between router and workers"
+    )
+    cluster_tls_key: str = Field("", description="PEM of its key")
+    cluster_tls_ca: str = Field("", description="PEM of the CA that has signed all their certificates")
+    cluster_tls_name: str = Field(
+        "", description="name that all their certificates carry; empty = the host in each address"
+    )
+    transfer_hosts: str = Field(
+        "",
+        description="hosts and networks (10.0.0.0/8) of prefill workers that a decode worker may connect to; "
+        "empty = all that a router names",
+    )
+
     # tiers below the KV pool; each is absent without its size, directory or URL
     host_cache_bytes: NBytes = Field(0, ge=0, description="host RAM of one worker for KV blocks; 0 = none")
     disk_cache_dir: str = Field("", description="directory of KV blocks, one worker's alone; empty = none")
@@ -140,22 +162,93 @@ class Settings(BaseModel):
     # router and launcher
     host: str = Field("127.0.0.1", description="address the router listens on")
     port: int = Field(8000, ge=0, le=65535, description="port the router listens on; 0 = any")
-    discovery: str = Field("", description="where workers are: static://host:port,host:port")
+    discovery: str = Field(
+        "",
+        description="where workers are: static://host:port,host:port | dns://name:port | "
+        "dns://_service._tcp.name (SRV) | redis://[:password@]host:port/db | ray://head:6379/namespace; "
+        "a worker with the same redis:// or ray:// announces itself there",
+    )
+    discovery_poll_s: float = Field(2.0, gt=0, description="seconds between looks at DNS, Redis or Ray")
+    discovery_lease_s: float = Field(
+        15.0,
+        ge=1,
+        description="how long an announced worker is known after its last sign of life, and a set of workers "
+        "after an empty answer",
+    )
     prefill: int = Field(1, ge=0, description="prefill workers that `baton serve` starts")
     decode: int = Field(1, ge=1, description="decode workers that `baton serve` starts")
     restart_workers: bool = Field(True, description="`baton serve` starts a dead worker again")
     start_timeout_s: float = Field(300.0, gt=0, description="longest start-up of one process")
     api_key: str = Field("", description="key that clients must send; empty = none")
+    api_keys: str = Field(
+        "", description="named keys NAME:KEY,NAME:KEY; best as BATON_API_KEYS, which shows in no process list"
+    )
+    api_keys_file: str = Field(
+        "", description="TOML file of named keys with their limits, read again on SIGHUP; empty = none"
+    )
+    admin_host: str = Field("127.0.0.1", description="address of the router's admin port")
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of the router's admin routes, which are nowhere else; 0 = any; without it none",
+    )
+    ssl_certfile: str = Field("", description="PEM of the router's certificate, for HTTPS; empty = HTTP")
+    ssl_keyfile: str = Field("", description="PEM of its key; empty = it lies in ssl_certfile")
+    ssl_ca_certs: str = Field(
+        "", description="PEM of the CA whose certificates clients must show (mutual TLS); empty = none"
+    )
+    max_header_bytes: NBytes = Field(
+        64 * 2**10, ge=1024, description="largest request line and headers together"
+    )
     max_body_bytes: NBytes = Field(8 * 2**20, ge=1, description="largest request body")
-    max_concurrent_requests: int = Field(1024, ge=1, description="requests in the router before it says busy")
+    max_concurrent_requests: int = Field(
+        2048, ge=1, description="requests in the router, those that wait among them, before it says busy"
+    )
+    max_queued_requests: int = Field(
+        1024, ge=0, description="requests that wait in the router while no worker has room; 0 = none waits"
+    )
+    queue_timeout_s: float = Field(60.0, gt=0, description="how long a request may wait there")
+    reject_slo_factor: float = Field(
+        3.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="a request whose first token is expected later than so many times its target is refused; "
+        "0 = never",
+    )
+    ttft_slo_ms: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="target of the first token in ms, planned for; 0 = none"
+    )
+    itl_slo_ms: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="target of each further token in ms, planned for; 0 = none",
+    )
+    request_record_bytes: NBytes = Field(
+        16 * 2**20, ge=0, description="memory of a router for records of requests that are over; 0 = none"
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="longest time a request may take")
+    max_resumes: int = Field(3, ge=0, description="how often one prompt goes on at another worker; 0 = never")
+    resume_timeout_s: float = Field(
+        30.0, ge=0, description="how long a prompt whose decode worker was lost looks for another one"
+    )
     step_timeout_s: float = Field(
         30.0, gt=0, description="a worker silent for longer is not ready, a rank of it lost"
     )
     special_tokens_in_chat: bool = Field(
         False, description="let control tokens written in chat messages act as control tokens"
     )
-    drain_timeout_s: float = Field(30.0, ge=0, description="how long running requests may finish at exit")
+    shutdown_grace_s: float = Field(
+        2.0,
+        ge=0,
+        le=300,
+        description="how long a process that is leaving still takes new work, until all have heard; "
+        "no time after SIGINT",
+    )
+    drain_timeout_s: float = Field(
+        30.0, ge=0, description="how long running requests may finish after that, before they are cut"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto = console on a terminal")
     faults: str = Field("", description="fault points for tests: name[@count]=raise|delay:SECONDS")
@@ -200,8 +293,9 @@ def load(
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
+        got = "" if name in SECRETS else f" (got {first['input']!r})"
         raise ConfigError(
-            f"setting {name}, from {sources.get(name, 'default')}: {first['msg']} (got {first['input']!r})"
+            f"setting {name}, from {sources.get(name, 'default')}: {first['msg']}{got}"
         ) from None
     return settings, {
         name: Origin(value=getattr(settings, name), source=sources.get(name, "default"))

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core.step_model import StepModel
+
+MIN_PROMPT_TOKENS = 16
+"""Of a step that has prompts, whatever is decoded beside them: they would never come to an end."""
+
 
 def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
     """Tokens of each prompt to compute in this step.
@@ -35,3 +40,29 @@ def cap_rows(remaining: Sequence[int], every_row: Sequence[bool], num_rows: int)
         num_rows -= taken if is_capped else 0
         capped.append(taken)
     return capped
+
+
+def budget_within(
+    step_s: float, model: StepModel, starts: Sequence[int], remaining: Sequence[int], most: int
+) -> int:
+    """The largest budget up to `most` with which a step takes `step_s` seconds or less, as `model` has it;
+    MIN_PROMPT_TOKENS where that is too much already.
+
+    `starts`: tokens of each prompt that are computed; `remaining`: see `share_budget`, whose shares count.
+    """
+
+    def seconds(budget: int) -> float:
+        shares = share_budget(remaining, budget)
+        products = sum(n * (start + n / 2) for start, n in zip(starts, shares, strict=True))
+        return model.seconds(sum(shares), products)
+
+    if seconds(most) <= step_s:
+        return most
+    least, too_many = min(MIN_PROMPT_TOKENS, most), most
+    while too_many - least > 1:
+        middle = (least + too_many) // 2
+        if seconds(middle) <= step_s:
+            least = middle
+        else:
+            too_many = middle
+    return least

@@ -23,3 +23,19 @@ def resolve_device(setting: str) -> torch.device:
             "CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def rank_device(device: torch.device, rank: int, degree: int) -> torch.device:
+    """Where tensor-parallel rank `rank` computes; `device`: what `resolve_device` gave. A GPU has one rank.
+
+    Raises ConfigError when this process sees fewer GPUs than ranks.
+    """
+    if device.type == "cpu":
+        return device
+    visible = torch.cuda.device_count()
+    if visible < degree:
+        raise ConfigError(
+            f"--tensor-parallel-size {degree} needs a GPU for each rank, this process sees {visible}; let "
+            "CUDA_VISIBLE_DEVICES name as many, or lower it"
+        )
+    return torch.device("cuda", rank)

@@ -33,6 +33,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence as Seq
 from engine.sequence import State
 from engine.step import Chunk, StepPlan
+from engine.step_fit import StepLoad
 
 _log = log.get("engine")
 
@@ -64,7 +65,6 @@ class Engine:
         self.scheduler, self._runner, self._emit, self._clock = scheduler, runner, emit, clock
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self.steps = self.step_failures = 0
-        self.decode_step_s = self.prefill_token_s = 0.0
 
     def handle(self, command: Command) -> None:
         """Apply one command; what follows from it is emitted at once or with the next step.
@@ -74,8 +74,9 @@ class Engine:
         """
         scheduler = self.scheduler
         match command:
-            case Add(request, num_held, matcher):
-                self._take_up(request.request_id, partial(scheduler.add, matcher=matcher), request, num_held)
+            case Add(request, num_held, matcher, arrived_s):
+                add = partial(scheduler.add, matcher=matcher, arrived_s=arrived_s)
+                self._take_up(request.request_id, add, request, num_held)
             case AddPrefill(job, num_held):
                 self._take_up(job.job_id, scheduler.add_prefill, job, num_held)
             case Abort(request_id, index):
@@ -102,20 +103,20 @@ class Engine:
         A model or sampler that raises ends the step's requests only; everything else is raised, also what
         the accelerator reports and the loss of a rank: every later step would fail.
         """
+        started = self._clock()
         plan = self.scheduler.schedule()
         if plan.events:
             self._emit(plan.events)
         if not plan.chunks:
             return False
-        started = self._clock()
         try:
             logits = self._run(plan)
             events = self._advance(plan, logits)
+            self._measure(plan, self._clock() - started)
         except (torch.AcceleratorError, WorkerLost):
             raise
         except Exception as error:
             events = self._fail(plan, error)
-        self._measure(plan, self._clock() - started)
         self.steps += 1
         if events:
             self._emit(events)
@@ -123,6 +124,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         s, pool = self.scheduler, self.scheduler.pool
+        queued, context = s.tokens_ahead()
         return EngineStats(
             total_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
@@ -133,8 +135,10 @@ class Engine:
             loading=len(s.loading),
             held=len(s.held),
             steps=self.steps,
-            step_s=self.decode_step_s,
-            prefill_token_s=self.prefill_token_s,
+            queued_tokens=queued,
+            context_tokens=context,
+            prefill_model=s.times.prefill,
+            decode_model=s.times.decode,
             preemptions=s.num_preempted,
             prefix_queries=s.num_queried,
             prefix_hits=s.num_hit,
@@ -157,15 +161,8 @@ class Engine:
             self._emit([failed])
 
     def _measure(self, plan: StepPlan, took: float) -> None:
-        """Moving averages over the last ten steps or so of each kind. Of a step with few tokens most is
-        reading weights, so it says less about a long prompt."""
-        num_tokens = sum(chunk.count for chunk in plan.chunks)
-        if num_tokens == len(plan.chunks):
-            self.decode_step_s += 0.2 * (took - self.decode_step_s) if self.decode_step_s else took
-        else:
-            each = took / num_tokens
-            weight = 0.2 * min(1.0, num_tokens / self.scheduler.limits.max_num_batched_tokens)
-            self.prefill_token_s += weight * (each - self.prefill_token_s) if self.prefill_token_s else each
+        load = StepLoad.of((chunk.start, chunk.count) for chunk in plan.chunks)
+        self.scheduler.times.measured(load, took)
 
     # ---- run
 
@@ -206,7 +203,7 @@ class Engine:
             events += self.scheduler.computed(chunk, now)
         at = 0
         for seq in (chunk.seq for chunk in plan.chunks if chunk.sample):
-            first = seq.num_output == 0
+            first = seq.num_output == 0 and not (seq.request and seq.request.resumed)
             for choice in self.scheduler.fork(seq):
                 token_id, logprob = chosen[at]
                 at += 1
@@ -268,7 +265,6 @@ class Engine:
             transfer_exposed_s=report.exposed_s,
             last_block_to_token_s=now - report.last_block_at if report.last_block_at else 0.0,
             prefill_s=now - seq.first_scheduled_s,
-            step_s=self.decode_step_s,
             source_error=report.error,
             source_plan=report.plan,
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.blocks import num_shareable_blocks
 from core.errors import BatonError
 from core.request import Request, TokenDelta
+from core.step_model import GUESSED_DECODE, GUESSED_PREFILL, StepModel
 from engine.matcher import Matcher
 from engine.sequence import PrefillJob
 
@@ -15,12 +17,21 @@ class Add:
     """Queue a generation. Answered by TokenDeltas up to a finish reason, or by one Failed.
 
     `num_held`: how many leading blocks of the prompt a tier outside the pool holds. `matcher`: the
-    beginning of the request's grammar, if it has one; the engine owns it from here on.
+    beginning of the request's grammar, if it has one; the engine owns it from here on. `arrived_s`: when the
+    worker got it, in this process's monotonic seconds; None = when the engine does.
     """
 
     request: Request
     num_held: int = 0
     matcher: Matcher | None = None
+    arrived_s: float | None = None
+
+    def num_tokens(self, block_size: int) -> int:
+        """To compute here, before it is known what the pool holds."""
+        tokens, held = len(self.request.common_tokens), self.num_held
+        if self.request.prefill is not None:
+            held = num_shareable_blocks(tokens, block_size)
+        return tokens - held * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,10 @@ class AddPrefill:
 
     job: PrefillJob
     num_held: int = 0
+
+    def num_tokens(self, block_size: int) -> int:
+        """To compute here, before it is known what the pool holds."""
+        return len(self.job.token_ids) - self.num_held * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +108,7 @@ class LoadOrdered:
     """Bring blocks `first_block ...` of a request or job, with these hashes, into `block_ids`.
 
     From where, and whether it pays at all, is for the taker of the order to decide. `load_id` is the
-    sequence's, since each choice of a request may load for itself. `parked`: it was
+    sequence's, since each choice of a request may load for itself; `index` is the choice. `parked`: it was
     preempted since it came, and what it had computed was parked. `remote`: the
     prefill worker that the plan names may be asked. Answer with
     BlocksArrived and exactly one LoadFinished, also after LoadCancelled.
@@ -106,6 +121,7 @@ class LoadOrdered:
     hashes: tuple[bytes, ...]
     remote: bool = False
     parked: bool = False
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +156,9 @@ Event = TokenDelta | LoadOrdered | LoadCancelled | BlocksBuilt | Failed
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot after a step. Counters only grow; the rest are gauges. Tokens where not said otherwise.
+    """A snapshot after a step. Counters only grow; the rest are gauges.
 
-    `step_s`: seconds of a step that only decodes; `prefill_token_s`: seconds a token of other steps.
-    Both are moving averages, 0 before the first.
+    `queued_tokens`: of prompts, still to compute; `context_tokens`: that running decodes attend to.
     """
 
     total_blocks: int = 0
@@ -155,8 +170,10 @@ class EngineStats:
     loading: int = 0
     held: int = 0
     steps: int = 0
-    step_s: float = 0.0
-    prefill_token_s: float = 0.0
+    queued_tokens: int = 0
+    context_tokens: int = 0
+    prefill_model: StepModel = GUESSED_PREFILL
+    decode_model: StepModel = GUESSED_DECODE
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0

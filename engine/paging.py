@@ -13,10 +13,10 @@ from engine.sequence import Sequence as Seq
 class BlockStore(Protocol):
     """Where committed blocks live on outside the pool. Called on the engine's thread: must not wait."""
 
-    def committed(self, block_hash: bytes, block_id: int, from_store: bool) -> None:
-        """Block `block_id` of the pool holds this content now; copy it before returning, or let it be.
+    def committed(self, hashes: Sequence[bytes], block_ids: Sequence[int], num_from_store: int) -> None:
+        """These blocks of one chain are in the pool now; copy them before returning, or let them be.
 
-        `from_store`: it was loaded out of this store.
+        `num_from_store`: so many of them, the first ones, were loaded out of this store.
         """
         ...
 
@@ -44,7 +44,7 @@ class BlockStore(Protocol):
 class NoStore:
     """For a worker without tiers."""
 
-    def committed(self, block_hash: bytes, block_id: int, from_store: bool) -> None:
+    def committed(self, hashes: Sequence[bytes], block_ids: Sequence[int], num_from_store: int) -> None:
         pass
 
     def evicted(self, block_hash: bytes) -> None:
@@ -127,12 +127,17 @@ class Pager:
     def commit(self, seq: Seq, num_stored: int = 0) -> None:
         """Enter the blocks that became full into the prefix cache; those before `num_stored` were loaded
         out of the store."""
-        size = self.block_size
+        size, hashes = self.block_size, seq.hasher.hashes
+        fresh: list[int] = []
         for i in range(seq.num_committed, seq.num_computed // size):
             tokens = tuple(seq.tokens[i * size : (i + 1) * size])
-            if self.pool.commit(seq.block_table[i], seq.hasher.hashes[i], i, tokens):
-                self._store.committed(seq.hasher.hashes[i], seq.block_table[i], i < num_stored)
+            if self.pool.commit(seq.block_table[i], hashes[i], i, tokens):
+                fresh.append(i)
             seq.num_committed = i + 1
+        if fresh:
+            num_from_store = sum(i < num_stored for i in fresh)
+            block_ids = [seq.block_table[i] for i in fresh]
+            self._store.committed([hashes[i] for i in fresh], block_ids, num_from_store)
 
     def drop_fallen(self, seq: Seq) -> None:
         """Give back the blocks that lie before the sliding window of every token still to come.

@@ -24,6 +24,7 @@ from engine.kernels.int8 import PANEL
 
 _dist: Any = torch.distributed  # its stubs lack what its modules have
 
+_CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 """Ranks share a host: they map the same pool and the same file of weights."""
 
@@ -51,31 +52,40 @@ class Meeting:
 
 
 class Group:
-    """One rank's end of a group over Gloo, for tensors in host memory.
+    """One rank's end of a group: over Gloo for tensors in host memory, over NCCL for those on a GPU.
 
-    All ranks make the same calls in the same order, each on one thread. It belongs to no global group. Every
-    call raises WorkerLost when a rank ended, or did not come within `timeout_s`; then the group is of no
-    more use.
+    All ranks make the same calls in the same order, each on one thread. It belongs to no global group.
+
+    Over Gloo every call raises WorkerLost when a rank ended, or did not come within `timeout_s`; then the
+    group is of no more use. Over NCCL a call is queued on the current stream, behind the kernels before it,
+    and returns at once: a rank that is gone shows as a stream that never ends. NCCL's watchdog ends this
+    process after `timeout_s`; whoever leads the ranks ends it sooner, when it sees that one is gone.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, degree: int, timeout_s: float) -> None:
-        """Waits for the others, at most `timeout_s` seconds."""
+    def __init__(
+        self, meeting: Meeting, rank: int, degree: int, timeout_s: float, device: torch.device = _CPU
+    ) -> None:
+        """Waits for the others, at most `timeout_s` seconds. `device`: of all tensors; a GPU of its own."""
         self.rank, self.degree = rank, degree
-        options = _dist.ProcessGroupGloo._Options()
-        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=HOST)]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1
+        self._device = device
         self._store = meeting.store  # lives as long as the group
-        self._group: Any = _translated(lambda: _dist.ProcessGroupGloo(meeting.store, rank, degree, options))
+        build = _build_nccl if device.type == "cuda" else _build_gloo
+        limit = timedelta(seconds=timeout_s)
+        self._group: Any = _translated(lambda: build(meeting.store, rank, degree, limit))
+        if device.type == "cuda":
+            self.barrier()  # which makes NCCL meet: it costs seconds, and no step's time
+            torch.cuda.synchronize(device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in each rank; written over `x`."""
-        _translated(lambda: self._group.allreduce([x]).wait())
+        options = _dist.AllreduceOptions()
+        options.asyncOp = False  # NCCL works on the current stream then, and no other waits for this one
+        _translated(lambda: self._group.allreduce([x], options).wait())
         return x
 
     def barrier(self) -> None:
-        """Until every rank has come here."""
-        self.all_reduce(torch.zeros(1))
+        """Until every rank has come here; over NCCL what is queued behind it waits, not the caller."""
+        self.all_reduce(torch.zeros(1, device=self._device))
 
     def join(self, part: torch.Tensor, width: int) -> torch.Tensor:
         """Rank 0 gets [R, width], the ranks' columns side by side, `vocabulary_share` from each. What others
@@ -84,9 +94,25 @@ class Group:
         part = F.pad(part, (0, each - part.shape[1]))
         parts = [torch.empty_like(part) for _ in range(self.degree)] if self.rank == 0 else []
         options = _dist.GatherOptions()
-        options.rootRank = 0
+        options.rootRank, options.asyncOp = 0, False
         _translated(lambda: self._group.gather([parts] if parts else [], [part], options).wait())
         return torch.cat(parts, 1)[:, :width].contiguous() if parts else part
+
+
+def _build_gloo(store: Any, rank: int, degree: int, limit: timedelta) -> Any:
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._timeout = limit
+    options._threads = 1
+    return _dist.ProcessGroupGloo(store, rank, degree, options)
+
+
+def _build_nccl(store: Any, rank: int, degree: int, limit: timedelta) -> Any:
+    if not _dist.is_nccl_available():
+        raise ConfigError("--tensor-parallel-size on GPUs needs a torch that was built with NCCL")
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return _dist.ProcessGroupNCCL(store, rank, degree, options)
 
 
 def _translated(call: Callable[[], Any]) -> Any:

@@ -19,6 +19,8 @@ from engine.step import MAX_PROMPT_LOGPROBS, Limits
 FEW_DECODES = (1, 4, 16)
 """Decode batches that choose other code on a CPU."""
 
+TYPICAL_HISTORY = 1000
+
 
 def largest_steps(limits: Limits, history: int) -> list[list[Chunk]]:
     """The steps that need the most memory: prompts that fill the budget, each behind `history` tokens as far
@@ -61,6 +63,23 @@ def largest_decodes(limits: Limits) -> list[Chunk]:
 def small_steps(limits: Limits) -> list[list[Chunk]]:
     """Decodes of a few sequences with a token each, in block 0: what the largest steps do not touch."""
     return [[Chunk([0], 0, [0], 0)] * count for count in FEW_DECODES if count <= limits.max_num_seqs]
+
+
+def typical_steps(limits: Limits) -> list[list[Chunk]]:
+    """Steps that tell what tokens and contexts cost, together a second on a slow core: prompts of a sixteenth
+    and a quarter of the budget, one of these and a few decodes behind TYPICAL_HISTORY tokens, or as many as a
+    sequence may have."""
+    quarter = max(2, min(limits.max_num_batched_tokens, limits.max_model_len) // 4)
+    history = max(0, min(TYPICAL_HISTORY, limits.max_model_len - quarter))
+    decode = Chunk([0], history, [0] * num_blocks_for(history + 1, limits.block_size), 0)
+    few = min(FEW_DECODES[1], limits.max_num_seqs)
+    prompts = [_prompt(max(2, quarter // 4), 0, limits), _prompt(quarter, 0, limits)]
+    return [*prompts, [decode] * few, _prompt(quarter, history, limits)]
+
+
+def _prompt(num_tokens: int, history: int, limits: Limits) -> list[Chunk]:
+    table = [0] * num_blocks_for(history + num_tokens, limits.block_size)
+    return [Chunk([0] * num_tokens, history, table, num_tokens - 1)]
 
 
 def peak_nbytes(device: torch.device, work: Callable[[], object]) -> int:

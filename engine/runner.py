@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from core.clock import monotonic
 from core.errors import WorkerLost
 from engine.batch import Batch, Chunk
 from engine.cuda_graphs import DecodeGraphs
@@ -48,17 +49,21 @@ class ModelRunner:
         self.cache.copy_block(src, dst)
 
     @torch.inference_mode()
-    def warm_up(self, steps: Iterable[Sequence[Chunk]]) -> None:
-        """Run each step once and capture the graphs, so that no request pays for what happens once: page
-        faults of mapped weights, set-up inside libraries, compilation.
+    def warm_up(self, steps: Iterable[Sequence[Chunk]]) -> list[float]:
+        """Capture the graphs and run each step once, so that no request pays for what happens once: page
+        faults of mapped weights, set-up inside libraries, compilation. Returns the seconds of each step.
 
         `steps`: see `engine.profile`; call before the pool is in use. Block 0 is zeros afterwards.
         """
-        for chunks in steps:
-            self.run_chunks(chunks)
         if self._graphs:
             self._graphs.capture(self.cache.layout.block_size)
+        seconds: list[float] = []
+        for chunks in steps:
+            started = monotonic()
+            self.run_chunks(chunks)[:1].cpu()  # which waits for the device
+            seconds.append(monotonic() - started)
         self.cache.raw[0] = 0
+        return seconds
 
 
 class Followers(Protocol):

@@ -18,7 +18,7 @@ from core.clock import Clock, monotonic
 from core.errors import BatonError
 from core.request import Request
 from engine.block_pool import BlockPool, NoFreeBlocks
-from engine.budget import cap_rows, share_budget
+from engine.budget import budget_within, cap_rows, share_budget
 from engine.matcher import Matcher
 from engine.messages import (
     BlocksBuilt,
@@ -32,9 +32,17 @@ from engine.paging import BlockStore, NoStore, Pager
 from engine.refusals import refusal
 from engine.sequence import PrefillJob, Sequence, State
 from engine.step import MAX_PROMPT_LOGPROBS, Chunk, Limits, StepPlan
+from engine.step_fit import StepLoad, StepTimes
+from engine.wait_queue import WaitQueue, insert
 
 MAX_PASSED_OVER = 32
 """How often later arrivals may be admitted before a request that does not fit yet."""
+
+RESUMED_FIRST = 2**62
+"""Taken from the order of what goes on from elsewhere: before all others, among its own as it came."""
+
+TARGET_SHARE = 0.9
+"""Of a target for a step's length that is planned for: steps vary."""
 
 MAX_MISFITS = 8
 """How many requests that do not fit one step looks at; a look-up compares a whole prompt."""
@@ -50,10 +58,13 @@ class Scheduler:
         namespace: bytes,
         clock: Clock = monotonic,
         store: BlockStore | None = None,
+        times: StepTimes | None = None,
     ) -> None:
+        """`times`: what is known of how long steps take; nothing yet where it is None."""
         self.pool, self.limits, self._namespace, self._clock = pool, limits, namespace, clock
         self._pager = Pager(pool, limits.block_size, store or NoStore(), limits.sliding_window)
-        self.waiting: list[Sequence] = []
+        self.times = times or StepTimes(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self.waiting = WaitQueue()
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
         self.held: dict[str, Sequence] = {}
@@ -64,20 +75,43 @@ class Scheduler:
 
     # ---- what comes in
 
-    def add(self, request: Request, num_held: int = 0, matcher: Matcher | None = None) -> Failed | None:
-        """Queue a request, or say why not: it can never fit, or the queue is full."""
+    def add(
+        self,
+        request: Request,
+        num_held: int = 0,
+        matcher: Matcher | None = None,
+        arrived_s: float | None = None,
+    ) -> Failed | None:
+        """Queue a request, or say why not: it can never fit, or the queue is full. `arrived_s`: see
+        `engine.messages.Add`."""
         prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
         what = f"prompt ({prompt} tokens) and max_tokens ({answer})"
-        if error := self._refusal(prompt + answer, what, request.sampling.n):
+        width = 1 if request.resumed else request.sampling.n  # choices that go on may do so one by one
+        if error := self._refusal(prompt + answer, what, width):
             return Failed(request.request_id, error)
         seq = self._new(f"{request.request_id}/0", request.prompt_token_ids, request.cache_salt)
         seq.request, seq.matcher = request, matcher
+        if arrived_s is not None:
+            seq.arrived_s = arrived_s
         if not request.sampling.prompt_logprobs:  # which need every row of logits
             seq.wants_remote, seq.num_held = request.prefill is not None, num_held
         if request.block_hashes and list(request.block_hashes) != seq.hasher.hashes:
             self.num_hash_mismatches += 1
-        self.waiting.append(seq)
+        if request.resumed:
+            self._resume(seq, request)
+        else:
+            self._queue(seq)
         return None
+
+    def _resume(self, seq: Sequence, request: Request) -> None:
+        """Queue the choices of a request that was lost elsewhere, each as if it had been preempted here after
+        what it has generated. They are older than all that wait here, and their clients in mid-answer."""
+        for index, output in request.resumed:
+            choice = seq.fork(index, self._next_order() - RESUMED_FIRST)
+            choice.tokens += output
+            choice.hasher.extend(output)
+            choice.wants_remote, choice.num_held = seq.wants_remote, seq.num_held
+            self._queue(choice)
 
     def add_prefill(self, job: PrefillJob, num_held: int = 0) -> Failed | None:
         """Queue a prefill job, or say why not."""
@@ -86,7 +120,7 @@ class Scheduler:
             return Failed(job.job_id, error)
         seq = self._new(job.job_id, job.token_ids, job.cache_salt)
         seq.num_held = num_held
-        self.waiting.append(seq)
+        self._queue(seq)
         return None
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -144,15 +178,26 @@ class Scheduler:
         planned = {chunk.seq for chunk in plan.chunks}
         # Prompts, and whoever was preempted and found all but its last tokens in the cache.
         prompts = [s for s in self.running if s not in planned and s.num_to_compute > 0]
-        budget = max(self.limits.max_num_batched_tokens - len(plan.chunks), 1)
         every_row = [s.wants_every_row for s in prompts]
         wanted = cap_rows([s.num_to_compute for s in prompts], every_row, MAX_PROMPT_LOGPROBS)
-        shares = share_budget(wanted, budget)
+        shares = share_budget(wanted, self._budget(plan.chunks, prompts, wanted))
         for seq, count in zip(prompts, shares, strict=True):
             if count:
                 last = count == seq.num_to_compute and not seq.is_prefill_job
                 plan.chunks.append(Chunk(seq, seq.num_computed, count, sample=last))
         return plan
+
+    def _budget(self, decodes: list[Chunk], prompts: list[Sequence], wanted: list[int]) -> int:
+        """Prompt tokens of this step: as many as the limits allow, and as those that decode beside them and
+        have a target can bear."""
+        most = max(self.limits.max_num_batched_tokens - len(decodes), 1)
+        targets = [r.itl_slo_s for chunk in decodes if (r := chunk.seq.request) and r.itl_slo_s]
+        if not targets or not prompts:
+            return most
+        load = StepLoad.of((chunk.start, chunk.count) for chunk in decodes)
+        model = self.times.prefill.beside(self.times.decode, load.sequences, load.context)
+        step_s = TARGET_SHARE * min(targets)
+        return budget_within(step_s, model, [s.num_computed for s in prompts], wanted, most)
 
     def computed(self, chunk: Chunk, now: float) -> list[Event]:
         """The chunk's KV stands in the pool: commit its full blocks, publish those of a prefill job.
@@ -187,6 +232,19 @@ class Scheduler:
             self.running.remove(seq)
         self._finish(seq)
 
+    def tokens_ahead(self) -> tuple[int, int]:
+        """Tokens to compute of prompts and of what was preempted, but for those about to be loaded; tokens
+        that the sequences which decode attend to."""
+        queued, context = self.waiting.num_tokens, 0
+        for seq in self.loading.values():
+            queued += len(seq.tokens) - seq.load_until * self.limits.block_size
+        for seq in self.running:
+            if seq.decoding:
+                context += len(seq.tokens)
+            else:
+                queued += seq.num_to_compute
+        return queued, context
+
     def is_live(self, request_id: str) -> bool:
         return bool(self._of(request_id, None)) or request_id in self.held
 
@@ -201,6 +259,8 @@ class Scheduler:
         """Take up waiting sequences in order; one that does not fit yet may be passed over, not for ever."""
         blocked: list[Sequence] = []
         for seq in list(self.waiting):
+            if self._awaits_prompt(seq) or self._awaits_load(seq):
+                continue
             active = sum(other.width for other in [*self.running, *self.loading.values()])
             if active and active + seq.width > self.limits.max_num_seqs:
                 break
@@ -218,8 +278,8 @@ class Scheduler:
         cached = self._pager.lookup(seq)
         if not self._pager.fits(seq, cached, spare=self._growth()):
             return False
-        self._pager.reserve(seq, cached)
         self.waiting.remove(seq)
+        self._pager.reserve(seq, cached)
         seq.num_passed_over = 0
         if self.pool.caching:
             self.num_queried += len(seq.tokens)
@@ -236,6 +296,29 @@ class Scheduler:
         else:
             self._run(seq)
         return True
+
+    def _awaits_prompt(self, seq: Sequence) -> bool:
+        """Whether another choice is just making the blocks of their prompt: soon they can be shared."""
+        if seq.request is None or not seq.request.resumed or not self.pool.caching:
+            return False
+        size = self.limits.block_size
+        shared = num_shareable_blocks(seq.num_prompt, size) * size
+        siblings = (s for s in [*self.running, *self.loading.values()] if s.request is seq.request)
+        return any(sibling.num_computed < shared for sibling in siblings)
+
+    def _awaits_load(self, seq: Sequence) -> bool:
+        """Whether a block that tiers hold for it is just being loaded for another: soon they can share it."""
+        if not seq.num_held or not self.pool.caching:
+            return False
+        size, hashes = self.limits.block_size, seq.hasher.hashes
+        until = min(seq.num_held, self._pager.num_reusable(seq))
+        for other in self.loading.values():
+            coming = other.num_computed // size
+            if other.aborted or coming >= min(other.load_until, until):
+                continue
+            if hashes[coming] == other.hasher.hashes[coming]:
+                return True
+        return False
 
     def _growth(self) -> int:
         """Blocks to leave free: every running sequence that generates may want its next one soon."""
@@ -254,7 +337,7 @@ class Scheduler:
         seq.wants_remote, seq.num_held = False, 0
         if until <= num_cached:
             return False
-        seq.state, seq.load_first = State.LOADING, num_cached
+        seq.state, seq.load_first, seq.load_until = State.LOADING, num_cached, until
         self.loading[seq.seq_id] = seq
         plan.events.append(
             LoadOrdered(
@@ -265,6 +348,7 @@ class Scheduler:
                 tuple(seq.hasher.hashes[num_cached:until]),
                 remote,
                 bool(seq.parked),
+                seq.index,
             )
         )
         return True
@@ -275,9 +359,9 @@ class Scheduler:
         request = seq.request
         if request is None or request.prefill is None or not seq.wants_remote:
             return until
-        of_prompt = num_shareable_blocks(seq.num_prompt, self.limits.block_size)
-        missing = (of_prompt - num_cached) * self.limits.block_size
-        return max(until, of_prompt) if missing >= max(1, request.prefill.min_tokens) else until
+        reusable = self._pager.num_reusable(seq)
+        missing = (reusable - num_cached) * self.limits.block_size
+        return reusable if missing >= max(1, request.prefill.min_tokens) else until
 
     # ---- blocks
 
@@ -308,7 +392,7 @@ class Scheduler:
             seq.num_cached = seq.num_loaded = 0
             self.reports.pop(seq.request_id, None)
         seq.state = State.WAITING
-        self._insert(self.waiting, seq)
+        self._queue(seq)
 
     def _publish(self, seq: Sequence, now: float, *, cached: bool) -> list[Event]:
         first, until = seq.num_published, seq.num_computed // self.limits.block_size
@@ -350,14 +434,12 @@ class Scheduler:
 
     def _run(self, seq: Sequence) -> None:
         seq.state = State.RUNNING
-        self._insert(self.running, seq)
+        insert(self.running, seq)
 
     def _hold(self, seq: Sequence) -> None:
         seq.state = State.HELD
         self.held[seq.seq_id] = seq
 
-    @staticmethod
-    def _insert(queue: list[Sequence], seq: Sequence) -> None:
-        """Keep a queue in order of arrival."""
-        at = next((i for i, other in enumerate(queue) if other.order > seq.order), len(queue))
-        queue.insert(at, seq)
+    def _queue(self, seq: Sequence) -> None:
+        """Tokens that a tier holds or that a prefill worker is asked for are not computed here."""
+        self.waiting.add(seq, len(seq.tokens) - self._loadable(seq, num_cached=0) * self.limits.block_size)

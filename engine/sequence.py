@@ -9,8 +9,8 @@
                     entries stay, so that the others keep their places, and are never read
 
 num_loaded counts prompt tokens whose KV a load brought; num_held the leading blocks that a tier is
-known to hold; `parked` the hashes pinned there while the sequence is preempted; load_first is the
-first block of the load that runs.
+known to hold; `parked` the hashes pinned there while the sequence is preempted; the load that runs
+brings blocks load_first .. load_until - 1.
 
 The KV of the last token is not computed before that token is fed in; `num_to_compute` of a decoding
 sequence is therefore 1.
@@ -68,6 +68,7 @@ class Sequence:
     num_held: int = 0
     parked: list[bytes] = field(default_factory=list)
     load_first: int = 0
+    load_until: int = 0
     wants_remote: bool = False
     aborted: bool = False
     penalties: object | None = None
@@ -111,8 +112,9 @@ class Sequence:
 
     @property
     def width(self) -> int:
-        """How many sequences this one may become: n before the prompt's end, 1 afterwards."""
-        if self.request is None or self.num_output > 0 or self.index > 0:
+        """How many sequences this one may become: n before the prompt's end, 1 afterwards, and where each
+        choice goes on by itself."""
+        if self.request is None or self.num_output > 0 or self.index > 0 or self.request.resumed:
             return 1
         return self.request.sampling.n
 

@@ -13,8 +13,10 @@ from core.request import (
     TokenDelta,
     TokenLogprob,
 )
+from core.step_model import StepModel
 from wire.v1 import generation_pb2 as gen
 from wire.v1 import kv_pb2 as kv
+from wire.v1 import worker_pb2 as worker
 
 
 def fingerprint_to_wire(value: Fingerprint) -> kv.Fingerprint:
@@ -23,6 +25,14 @@ def fingerprint_to_wire(value: Fingerprint) -> kv.Fingerprint:
 
 def fingerprint_from_wire(message: kv.Fingerprint) -> Fingerprint:
     return Fingerprint(**{name: getattr(message, name) for name in Fingerprint.__dataclass_fields__})
+
+
+def step_model_to_wire(value: StepModel) -> worker.StepModel:
+    return worker.StepModel(a=value.a, b=value.b, c=value.c, num_steps=value.num_steps)
+
+
+def step_model_from_wire(message: worker.StepModel) -> StepModel:
+    return StepModel(message.a, message.b, message.c, message.num_steps)
 
 
 def request_to_wire(request: Request) -> gen.Start:
@@ -63,6 +73,7 @@ def request_to_wire(request: Request) -> gen.Start:
             min_tokens=target.min_tokens,
             cached_blocks=target.cached_blocks,
             token_s=target.token_s,
+            queue_s=target.queue_s,
         ),
         epoch=request.epoch,
         resumed=[gen.Output(index=index, token_ids=token_ids) for index, token_ids in request.resumed],
@@ -96,7 +107,7 @@ def request_from_wire(message: gen.Start) -> Request:
     if message.HasField("prefill"):
         p = message.prefill
         target = PrefillTarget(
-            p.worker_id, p.address, p.incarnation, p.min_tokens, p.cached_blocks, p.token_s
+            p.worker_id, p.address, p.incarnation, p.min_tokens, p.cached_blocks, p.token_s, p.queue_s
         )
     return Request(
         request_id=message.request_id,
@@ -142,15 +153,20 @@ def delta_to_wire(delta: TokenDelta) -> gen.Delta:
 
 
 def delta_from_wire(message: gen.Delta) -> TokenDelta:
-    logprobs = (_logprob_from_wire(value) for value in message.logprobs)
+    finish_reason, logprobs, prompt_logprobs = message.finish_reason, (), ()
+    if message.logprobs:
+        values = map(_logprob_from_wire, message.logprobs)
+        logprobs = tuple(value for value in values if value is not None)
+    if message.prompt_logprobs:
+        prompt_logprobs = tuple(map(_logprob_from_wire, message.prompt_logprobs))
     return TokenDelta(
-        request_id=message.request_id,
-        index=message.index,
-        token_ids=tuple(message.token_ids),
-        logprobs=tuple(value for value in logprobs if value is not None),
-        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
-        gathered=_gathered_from_wire(message.gathered) if message.HasField("gathered") else None,
-        prompt_logprobs=tuple(_logprob_from_wire(value) for value in message.prompt_logprobs),
+        message.request_id,
+        message.index,
+        tuple(message.token_ids),
+        logprobs,
+        FinishReason(finish_reason) if finish_reason else None,
+        _gathered_from_wire(message.gathered) if message.HasField("gathered") else None,
+        prompt_logprobs,
     )
 
 

@@ -82,3 +82,32 @@ class Kernels(Protocol):
         table that lie before it may name any block, and are not read.
         """
         ...
+
+    def gather_blocks(
+        self,
+        pool: torch.Tensor,
+        block_ids: torch.Tensor,
+        buffer: torch.Tensor,
+        heads: range | None = None,
+        buffer_heads: range | None = None,
+    ) -> None:
+        """Copy heads `heads` of blocks `block_ids` of the pool to heads `buffer_heads` of `buffer`.
+
+        pool: [num_blocks, layers, kv heads, ...]; buffer: [n, layers, kv heads, ...], n > 0, of the same
+        dtype, whose number of heads may be another; each block of both is dense. block_ids: int32 or int64
+        [n], distinct, on the pool's device. No heads given: all of them. For tiers and for peers of another
+        tensor-parallel degree: called from any thread, also beside a step. Raises ValueError for shapes that
+        do not fit and for heads that are not there.
+        """
+        ...
+
+    def scatter_blocks(
+        self,
+        pool: torch.Tensor,
+        block_ids: torch.Tensor,
+        buffer: torch.Tensor,
+        heads: range | None = None,
+        buffer_heads: range | None = None,
+    ) -> None:
+        """The way back of `gather_blocks`: from the buffer to the pool, whose other heads stay."""
+        ...

@@ -88,6 +88,24 @@ def _history(cache: KVCache, runs: Runs, table: torch.Tensor, first: int, end: i
     return tokens[:, first - skipped : end - skipped].float()
 
 
+def gather_blocks(
+    pool: torch.Tensor, block_ids: torch.Tensor, buffer: torch.Tensor, heads: range, buffer_heads: range
+) -> None:
+    """buffer[i, :, buffer_heads] = pool[block_ids[i], :, heads], a head at a time."""
+    for nth, block_id in enumerate(block_ids.tolist()):
+        for head, into in zip(heads, buffer_heads, strict=True):
+            buffer[nth, :, into] = pool[block_id, :, head]
+
+
+def scatter_blocks(
+    pool: torch.Tensor, block_ids: torch.Tensor, buffer: torch.Tensor, heads: range, buffer_heads: range
+) -> None:
+    """pool[block_ids[i], :, heads] = buffer[i, :, buffer_heads], a head at a time."""
+    for nth, block_id in enumerate(block_ids.tolist()):
+        for head, out_of in zip(heads, buffer_heads, strict=True):
+            pool[block_id, :, head] = buffer[nth, :, out_of]
+
+
 NUM_SAMPLE_PARAMS = 5
 """Per row: temperature, top-k, top-p, min-p and the uniform number to draw with."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from core.kv import KVLayout
 from engine.batch import Batch
 from engine.kernels import int8, reference
+from engine.kernels.block_heads import paired_heads
 from engine.kernels.int8 import QuantizedWeight, Weight
 from engine.kv_cache import KVCache
 
@@ -111,6 +113,45 @@ class TorchKernels:
         out = qkv.new_empty(qkv.shape[0], num_heads, cache.layout.head_dim)
         _attend_spans(heads, cache, layer, plan, out)
         return out.view(qkv.shape[0], -1)
+
+    def gather_blocks(
+        self,
+        pool: torch.Tensor,
+        block_ids: torch.Tensor,
+        buffer: torch.Tensor,
+        heads: range | None = None,
+        buffer_heads: range | None = None,
+    ) -> None:
+        """Block by block: as fast as memory, and `index_select` would copy twice."""
+        for ours, theirs in _block_pairs(pool, block_ids, buffer, heads, buffer_heads):
+            theirs.copy_(ours)
+
+    def scatter_blocks(
+        self,
+        pool: torch.Tensor,
+        block_ids: torch.Tensor,
+        buffer: torch.Tensor,
+        heads: range | None = None,
+        buffer_heads: range | None = None,
+    ) -> None:
+        """Block by block; `index_copy_` is 5 to 8 times slower."""
+        for ours, theirs in _block_pairs(pool, block_ids, buffer, heads, buffer_heads):
+            ours.copy_(theirs)
+
+
+def _block_pairs(
+    pool: torch.Tensor,
+    block_ids: torch.Tensor,
+    buffer: torch.Tensor,
+    heads: range | None,
+    buffer_heads: range | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The chosen heads of each block, in the pool and in the buffer."""
+    chosen, partners = paired_heads(pool, block_ids, buffer, heads, buffer_heads)
+    ours = pool[:, :, chosen.start : chosen.stop]
+    theirs = buffer[:, :, partners.start : partners.stop]
+    for nth, block_id in enumerate(block_ids.tolist()):
+        yield ours[block_id], theirs[nth]
 
 
 def _span(batch: Batch, seq: int, kv_len: int, window: int) -> Span:

@@ -11,9 +11,10 @@ import errno
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from filelock import FileLock, Timeout
@@ -78,6 +79,11 @@ def load_weights(
 
 _Place = tuple[str, int]
 """Parameter name and first row there."""
+
+
+def on_device(weights: Mapping[str, Weight], device: torch.device) -> dict[str, Weight]:
+    """Copies on a GPU, which has no kernels for int8 weights: those were refused."""
+    return {name: cast(torch.Tensor, weight).to(device) for name, weight in weights.items()}
 
 
 def _places(parameters: Iterable[Parameter]) -> dict[str, _Place]:

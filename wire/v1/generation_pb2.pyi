@@ -45,20 +45,22 @@ class Output(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillTarget(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "min_tokens", "cached_blocks", "token_s")
+    __slots__ = ("worker_id", "address", "incarnation", "min_tokens", "cached_blocks", "token_s", "queue_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: str
     min_tokens: int
     cached_blocks: int
     token_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., min_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., token_s: _Optional[float] = ...) -> None: ...
+    queue_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., min_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., token_s: _Optional[float] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "seed", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "allowed_token_ids", "bad_words", "grammar")
@@ -168,7 +170,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Gathered(_message.Message):
-    __slots__ = ("cached_tokens", "remote_tokens", "remote_cached_tokens", "computed_tokens", "queue_s", "transfer_nbytes", "transfer_s", "transfer_exposed_s", "last_block_to_token_s", "prefill_s", "step_s", "source_error", "tier_tokens", "source_plan")
+    __slots__ = ("cached_tokens", "remote_tokens", "remote_cached_tokens", "computed_tokens", "queue_s", "transfer_nbytes", "transfer_s", "transfer_exposed_s", "last_block_to_token_s", "prefill_s", "source_error", "tier_tokens", "source_plan")
     class TierTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -186,7 +188,6 @@ class Gathered(_message.Message):
     TRANSFER_EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     LAST_BLOCK_TO_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ERROR_FIELD_NUMBER: _ClassVar[int]
     TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -200,11 +201,10 @@ class Gathered(_message.Message):
     transfer_exposed_s: float
     last_block_to_token_s: float
     prefill_s: float
-    step_s: float
     source_error: str
     tier_tokens: _containers.ScalarMap[str, int]
     source_plan: str
-    def __init__(self, cached_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., transfer_nbytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., last_block_to_token_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., step_s: _Optional[float] = ..., source_error: _Optional[str] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., source_plan: _Optional[str] = ...) -> None: ...
+    def __init__(self, cached_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., transfer_nbytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., last_block_to_token_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., source_error: _Optional[str] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., source_plan: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("request_id", "code", "message", "param")

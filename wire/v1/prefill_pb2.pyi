@@ -24,20 +24,22 @@ class ConnectReply(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., offers: _Optional[_Iterable[_Union[_kv_pb2.TransportOffer, _Mapping]]] = ...) -> None: ...
 
 class RunRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "incarnation", "token_ids", "cache_salt", "first_block")
+    __slots__ = ("transfer_id", "epoch", "incarnation", "token_ids", "cache_salt", "first_block", "request_id")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     incarnation: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
     first_block: int
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ...) -> None: ...
+    request_id: str
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., first_block: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class RunEvent(_message.Message):
     __slots__ = ("accepted", "ready")

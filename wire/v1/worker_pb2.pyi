@@ -86,7 +86,7 @@ class Hello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., fingerprint: _Optional[_Union[_kv_pb2.Fingerprint, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., probe_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., total_blocks: _Optional[int] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("phase", "free_blocks", "cached_blocks", "running", "waiting", "loading", "held", "steps", "idle_s", "prefill_token_s", "tiers", "prefill_model", "decode_model", "queued_tokens", "context_tokens", "links")
+    __slots__ = ("phase", "free_blocks", "cached_blocks", "running", "waiting", "loading", "held", "steps", "idle_s", "tiers", "prefill_model", "decode_model", "queued_tokens", "context_tokens", "links", "step_s", "taken")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -96,13 +96,14 @@ class State(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MODEL_FIELD_NUMBER: _ClassVar[int]
     DECODE_MODEL_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     phase: str
     free_blocks: int
     cached_blocks: int
@@ -112,14 +113,15 @@ class State(_message.Message):
     held: int
     steps: int
     idle_s: float
-    prefill_token_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierState]
     prefill_model: StepModel
     decode_model: StepModel
     queued_tokens: int
     context_tokens: int
     links: _containers.RepeatedCompositeFieldContainer[Link]
-    def __init__(self, phase: _Optional[str] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., steps: _Optional[int] = ..., idle_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ..., prefill_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_model: _Optional[_Union[StepModel, _Mapping]] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+    step_s: float
+    taken: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, phase: _Optional[str] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., loading: _Optional[int] = ..., held: _Optional[int] = ..., steps: _Optional[int] = ..., idle_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ..., prefill_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_model: _Optional[_Union[StepModel, _Mapping]] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., step_s: _Optional[float] = ..., taken: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("a", "b", "c", "num_steps")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from core.kv import KVLayout
 from engine.batch import Batch
 from engine.kernels.triton import activation, norm
+from engine.kernels.triton.block_copy import gather_blocks, scatter_blocks
 from engine.kernels.triton.decode import decode_attention
 from engine.kernels.triton.prefill import prefill_attention
 from engine.kernels.triton.rope import rope_and_store
@@ -83,3 +84,23 @@ class TritonKernels:
             starts, first, longest = batch.row_starts, batch.num_decodes, plan.max_q_len
             prefill_attention(qkv, pool, out, starts, first, longest, lens, tables, self._window)
         return out
+
+    def gather_blocks(
+        self,
+        pool: torch.Tensor,
+        block_ids: torch.Tensor,
+        buffer: torch.Tensor,
+        heads: range | None = None,
+        buffer_heads: range | None = None,
+    ) -> None:
+        gather_blocks(pool, block_ids, buffer, heads, buffer_heads)
+
+    def scatter_blocks(
+        self,
+        pool: torch.Tensor,
+        block_ids: torch.Tensor,
+        buffer: torch.Tensor,
+        heads: range | None = None,
+        buffer_heads: range | None = None,
+    ) -> None:
+        scatter_blocks(pool, block_ids, buffer, heads, buffer_heads)
