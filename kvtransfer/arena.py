@@ -8,7 +8,6 @@ import mmap
 import numpy as np
 
 from core.errors import ConfigError
-from kvtransfer.copies import copy
 from kvtransfer.memory import available_nbytes
 
 
@@ -40,14 +39,11 @@ class Arena:
         self._slots = np.frombuffer(mapping, np.uint8).reshape(num_slots, -1)
         self._slots.reshape(-1)[:: mmap.PAGESIZE] = 0
 
+    @property
+    def memory(self) -> memoryview:
+        """All slots, one after the other."""
+        return self._slots.reshape(-1).data
+
     def slot(self, index: int) -> memoryview:
         """The writable bytes of one slot."""
         return memoryview(self._slots[index])
-
-    def write(self, index: int, payload: memoryview) -> None:
-        """Copy a block in, the GIL released. Raises ValueError unless it has `slot_nbytes` bytes."""
-        copy(self.slot(index), payload)
-
-    def read(self, index: int, into: memoryview) -> None:
-        """Copy a block out, the GIL released. Raises ValueError unless it has `slot_nbytes` bytes."""
-        copy(into, self.slot(index))

@@ -3,7 +3,7 @@
     reader (rank 1)                          owner (rank 0)
     ---------------                          --------------
     connect                        ----->    accept
-    {version, incarnation}         ----->
+    {version, incarnation, ticket} ----->
                                    <-----    {store: port}, or {refused: why}
     both build the group through that store; it belongs to this pair alone
     {blocks: [...]}                ----->                         a read

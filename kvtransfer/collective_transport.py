@@ -8,6 +8,7 @@ so nothing that arrives late can touch them: every read leaves its blocks quiet.
 from __future__ import annotations
 
 import atexit
+import secrets
 import socket
 import threading
 import time
@@ -55,6 +56,7 @@ class CollectiveTransport:
             CollectiveOffer(
                 host=self._host,
                 port=self._server.port,
+                ticket=self._server.ticket,
                 incarnation=self._region.incarnation,
                 num_blocks=self._region.num_blocks,
                 block_nbytes=self._region.block_nbytes,
@@ -88,7 +90,7 @@ class CollectivePool:
             raise PeerLost(f"cannot connect to {peer.host} port {peer.port}: {error}") from None
         self._control = Control(connection)
         try:
-            hello = {"version": OFFER_VERSION, "incarnation": peer.incarnation}
+            hello = {"version": OFFER_VERSION, "incarnation": peer.incarnation, "ticket": peer.ticket}
             self._control.send(hello, CONNECT_TIMEOUT_S)
             self._group: Group | None = Group(self._control, READER, self._ours, CONNECT_TIMEOUT_S)
         except BaseException:
@@ -136,11 +138,13 @@ class CollectivePool:
 
 
 class _Server:
-    """Accepts readers, at most MAX_READERS, and serves each on a thread of its own."""
+    """Accepts readers, at most MAX_READERS, and serves each on a thread of its own. `ticket` goes out with
+    the offer, which only peers are given whom the handshake let in."""
 
     def __init__(self, region: Region, listen_host: str) -> None:
         load_torch()
         self._region = region
+        self.ticket = secrets.token_hex(16)
         self._blocks = _tensor(region)
         self._lock = threading.Lock()
         self._readers: dict[Control, threading.Thread] = {}
@@ -216,6 +220,8 @@ class _Server:
             why = f"it speaks version {OFFER_VERSION}, not {hello.get('version')!r}"
         elif hello.get("incarnation") != ours:
             why = f"it is incarnation {ours!r}, not {hello.get('incarnation')!r}: restarted"
+        elif not secrets.compare_digest(str(hello.get("ticket")).encode(), self.ticket.encode()):
+            why = "whoever reads must have been given the offer"
         if why:
             self._refuse(control, why)
             raise PeerLost(why)

@@ -14,7 +14,7 @@ Every slot is in exactly one of four states:
 
 Within one chain the tail counts as colder than the head: a head without its tail is a shorter hit, a tail
 without its head is none. Bytes are copied without the lock and with the GIL released; the lock covers the
-books only. Any thread may call anything.
+books only. Any thread may call anything. Nobody here copies: slots are filled and read by whoever asked.
 """
 
 from __future__ import annotations
@@ -64,43 +64,23 @@ class HostTier:
         return self._arena.num_slots
 
     @property
+    def memory(self) -> memoryview:
+        """All slots, for a pool that wants them pinned."""
+        return self._arena.memory
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 
     # Reading and writing blocks.
 
-    def put(self, block_hash: bytes, payload: memoryview) -> bool:
-        """Copy one block in, unless it is held; returns whether it is held now.
-
-        One memcpy of `block_nbytes`; never waits for another thread's copy. False (and a count in
-        `dropped`) when every slot is pinned or being filled.
-        """
-        with self._lock:
-            if block_hash in self._entries:
-                self._touch((block_hash,))
-                return True
-        slots = self.take(1)
-        if not slots:
-            return False
-        started = perf_counter()
-        try:
-            self._arena.write(slots[0], payload)
-        except BaseException:
-            self.give_back(slots)
-            raise
-        with self._lock:
-            self._store_s += perf_counter() - started
-            self._store_nbytes += self.block_nbytes
-        self.publish((block_hash,), slots)
-        return True
-
-    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        """Copy leading blocks out, pinned meanwhile; returns how many there were."""
+    def load(self, hashes: Sequence[bytes], write: Callable[[Sequence[memoryview]], None]) -> int:
+        """Give the leading blocks that are held to `write`, pinned meanwhile; returns how many there were."""
         held = hashes[: self.pin(hashes)]
         started = perf_counter()
         try:
-            for block_hash, buffer in zip(held, into[: len(held)], strict=True):
-                self._arena.read(self._entries[block_hash].slot, buffer)
+            if held:
+                write([self.view(block_hash) for block_hash in held])
         finally:
             self.unpin(held)
         with self._lock:
@@ -197,6 +177,30 @@ class HostTier:
     def slot(self, slot: int) -> memoryview:
         """The writable bytes of a taken slot."""
         return self._arena.slot(slot)
+
+    def reserve(self, hashes: Sequence[bytes]) -> tuple[list[int], list[int]]:
+        """Which of these blocks are missing, as places in `hashes`, and a slot to fill for each.
+
+        Those that are held count as just used. Where slots are short, the last ones are given up (`dropped`).
+        Each slot must come back by `publish` or `give_back`.
+        """
+        with self._lock:
+            missing = []
+            for i, block_hash in enumerate(hashes):
+                if block_hash in self._entries:
+                    self._touch((block_hash,))
+                else:
+                    missing.append(i)
+            room = min(len(missing), len(self._free) + len(self._cold_first))
+            self._dropped += len(missing) - room
+        slots = self.take(room)
+        return missing[: len(slots)], slots
+
+    def stored(self, count: int, seconds: float) -> None:
+        """Account for blocks that were copied out of the pool into reserved slots."""
+        with self._lock:
+            self._store_s += seconds
+            self._store_nbytes += count * self.block_nbytes
 
     def publish(self, hashes: Sequence[bytes], slots: Sequence[int]) -> None:
         """The taken `slots` now hold these blocks of one chain; doubles are given back."""

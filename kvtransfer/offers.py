@@ -6,6 +6,7 @@ An offer comes from another process, so nothing in it is trusted before it was l
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -13,6 +14,20 @@ from core.errors import IncompatiblePeer, PeerLost
 from kvtransfer.region import Region
 
 OFFER_VERSION = 1
+
+_BOUNDS = {
+    "num_blocks": (1, 2**24),  # NIXL's table of them takes 24 bytes each
+    "block_nbytes": (1, 2**40),
+    "port": (1, 2**16 - 1),
+    "pid": (1, 2**31 - 1),
+    "fd": (0, 2**31 - 1),
+    "device": (0, 2**16),
+    "address": (1, 2**63),
+}
+"""Lowest and highest of each number."""
+
+_MAX_CHARS = {"metadata": 2**20}
+"""Of texts that may be longer than 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +61,11 @@ class NixlOffer:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOffer:
-    """Where a peer accepts readers with which it then builds a process group of two."""
+    """Where a peer accepts readers, with which it then builds a process group of two; they show `ticket`."""
 
     host: str
     port: int
+    ticket: str
     incarnation: str
     num_blocks: int
     block_nbytes: int
@@ -72,11 +88,30 @@ def decode(body: bytes, kind: type[AnyOffer]) -> AnyOffer:
             raise IncompatiblePeer("offer version", OFFER_VERSION, version)
         offer = kind(**values)
         wrong = [f.name for f in fields(offer) if type(getattr(offer, f.name)).__name__ != f.type]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise PeerLost(f"the peer's {kind.__name__} cannot be read: {body[:80]!r}") from None
-    if wrong or offer.num_blocks < 1:
-        raise PeerLost(f"the peer's {kind.__name__} is wrong in {', '.join(wrong) or 'num_blocks'}")
+    wrong = wrong or [f.name for f in fields(offer) if not _sane(f.name, getattr(offer, f.name))]
+    if wrong:
+        raise PeerLost(f"the peer's {kind.__name__} is wrong in {', '.join(wrong)}")
     return offer
+
+
+def _sane(name: str, value: str | int) -> bool:
+    """Nothing here may cost memory, or lead to a place that an honest peer would not name."""
+    if isinstance(value, int):
+        lowest, highest = _BOUNDS[name]
+        return lowest <= value <= highest
+    if name == "memory":
+        return value in ("DRAM", "VRAM")
+    return 0 < len(value) <= _MAX_CHARS.get(name, 256) and value.isprintable()
+
+
+def hosts_named(transport: str, bodies: Sequence[bytes]) -> set[str]:
+    """Hosts that these offers name. NIXL's metadata hold addresses too, which UCX alone can read.
+
+    Raises PeerLost or IncompatiblePeer.
+    """
+    return {decode(body, CollectiveOffer).host for body in bodies} if transport == "collective" else set()
 
 
 def require_same_blocks(offer: Offer, region: Region) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from core.errors import PeerLost
+from core.errors import ConfigError, IncompatiblePeer, PeerLost
 from core.kv import KVLayout
+from kvtransfer.block_heads import BlockCopies
 from kvtransfer.checksum import checksum
 from kvtransfer.peer_ranks import DirectRanks, PeerRanks
 from kvtransfer.region import Region
@@ -25,20 +26,29 @@ class Ranks:
 
     `layout` is the whole model's; `regions[r]` has the blocks of `rank_layout(layout, len(regions))`,
     the same number in each: a block id means the same tokens in every rank. Incarnations of regions must
-    differ. `transports`: by name, what makes one for a region. The regions stay the caller's to close,
-    after this. Raises ConfigError when the heads do not divide.
+    differ. `transports`: by name, what makes one for a region. `copies`: of the memory the regions are in.
+    The regions stay the caller's to close, after this. Raises ConfigError when the heads do not divide.
     """
 
     def __init__(
-        self, layout: KVLayout, regions: Sequence[Region], transports: Mapping[str, MakeTransport]
+        self,
+        layout: KVLayout,
+        regions: Sequence[Region],
+        transports: Mapping[str, MakeTransport],
+        copies: BlockCopies,
     ) -> None:
         rank_layout(layout, len(regions))
         self.regions = tuple(regions)
-        self._layout = layout
+        self._layout, self._copies = layout, copies
         self._make = dict(transports)
         self._transports = {name: [make(r) for r in self.regions] for name, make in transports.items()}
         self._staging: dict[tuple[str, int], tuple[Staging, Transport]] = {}
         self._lock = threading.Lock()  # of `_staging`: peers are connected on several threads
+
+    @property
+    def block_nbytes(self) -> int:
+        """Of a block of the whole model: what it takes in all ranks together."""
+        return self._layout.block_nbytes
 
     @property
     def transports(self) -> list[str]:
@@ -63,10 +73,14 @@ class Ranks:
         if len(offers) == len(self.regions):
             return DirectRanks(_connect(self._transports[name], offers))
         layout = self._layout
+        try:
+            rank_layout(layout, len(offers))
+        except ConfigError:
+            raise IncompatiblePeer("tensor_parallel_size", len(self.regions), len(offers)) from None
         slices = plan_slices(layout.num_kv_heads, len(offers), len(self.regions))
         staging, transport = self._staged(name, len(offers))
         pools = _connect([transport] * len(offers), offers)
-        return StagedRanks(pools, staging, self.regions, slices, layout)
+        return StagedRanks(pools, staging, self.regions, slices, layout, self._copies)
 
     def close(self) -> None:
         """Stop offering; after the peers are closed. Idempotent."""
@@ -82,7 +96,8 @@ class Ranks:
             if (name, degree) not in self._staging:
                 block_nbytes = rank_layout(self._layout, degree).block_nbytes
                 incarnation = f"{self.regions[0].incarnation}/staging-{degree}"
-                region = Region.create(max(1, STAGING_NBYTES // block_nbytes), block_nbytes, incarnation)
+                count = max(1, STAGING_NBYTES // block_nbytes)
+                region = self.regions[0].another(count, block_nbytes, incarnation)
                 self._staging[name, degree] = Staging(region), self._make[name](region)
             return self._staging[name, degree]
 

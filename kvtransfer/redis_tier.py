@@ -22,23 +22,20 @@ from core import log
 from core.clock import monotonic
 from kvtransfer.breaker import Breaker, Verdict
 from kvtransfer.busy import BusyTime
-from kvtransfer.copies import copy
 from kvtransfer.deadlines import whole_s
-from kvtransfer.payload import HEADER_NBYTES, check, encode_header
+from kvtransfer.payload import HEADER_NBYTES, encode_header
 from kvtransfer.redis_client import FAULTS, Command, RedisClient
 from kvtransfer.redis_index import RedisIndex
+from kvtransfer.redis_values import HARMLESS, RedisValues, Wanted
 from kvtransfer.tier import OnChange, TierStats, unheard
 
 BATCH_NBYTES = 2 * 2**20
-"""Of one pipeline. Few values at a time are still in the processor's cache when they are verified."""
-
-LANES = 2
-"""Pipelines of one load in flight, on a connection each: one is read while the server fills the other."""
+"""Of one pipeline of a store."""
 
 LOADS_AT_ONCE = 2
 LOOKUPS_AT_ONCE = 8
-"""With one store and the probe these take 14 of the client's MAX_CONNECTIONS. Others wait for their turn, and
-deadlines begin with it: so a burst of requests is no silence of the server."""
+"""One store, the probe and what is discarded take 4 more of the client's MAX_CONNECTIONS. Others wait for
+their turn, and deadlines begin with it: so a burst of requests is no silence of the server."""
 
 _log = log.get("kvtransfer")
 T = TypeVar("T")
@@ -66,6 +63,7 @@ class RedisTier:
         self._batch = max(1, BATCH_NBYTES // block_nbytes)
         self._expiry = ("PX", str(round(ttl_s * 1000)))
         self._stall_s = stall_s
+        self._values = RedisValues(self._client, namespace, self._expiry, stall_s)
         self._index = RedisIndex(ttl_s, on_change)
         self._breaker = Breaker()
         self._room = Breaker()
@@ -100,32 +98,18 @@ class RedisTier:
     async def _load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
         if not self._admitted():
             return 0
-        ends_at = monotonic() + whole_s(self._stall_s, len(hashes) * self._block_nbytes)
-        loaded = [False] * len(hashes)
-        damaged: list[bytes] = []
-        turns = iter(range(0, len(hashes), self._batch))
-        failed = False
-
-        async def lane() -> None:
-            nonlocal failed
-            for first in turns:
-                wanted = range(first, min(first + self._batch, len(hashes)))
-                commands = [("GETEX", self._key(hashes[i]), *self._expiry) for i in wanted]
-                values = [] if failed else await self._run(commands, ends_at - monotonic())
-                for i, value in zip(wanted, values, strict=False):  # no values at all after a fault
-                    loaded[i] = self._take(hashes[i], value, into[i], damaged)
-                self._index.seen([hashes[i] for i in wanted if loaded[i]], renewed=True)
-                self._index.missed(
-                    [hashes[i] for i, value in zip(wanted, values, strict=False) if value is None]
-                )
-                failed = failed or not all(loaded[i] for i in wanted)
-
+        wanted = [Wanted(self._key(h), h, view) for h, view in zip(hashes, into, strict=True)]
         with self._loading.running():
-            async with asyncio.TaskGroup() as lanes:
-                for _ in range(LANES):
-                    lanes.create_task(lane())
-        await self._discard(damaged)
-        leading = loaded.index(False) if False in loaded else len(loaded)
+            try:
+                await self._values.read(wanted, whole_s(self._stall_s, len(hashes) * self._block_nbytes))
+            except FAULTS as error:
+                self._fail(error)
+        outcomes = [each.outcome for each in wanted]
+        self._errors += outcomes.count("refused")
+        self._index.seen([each.block_hash for each in wanted if each.outcome is None], renewed=True)
+        self._index.missed([each.block_hash for each in wanted if each.outcome == "missing"])
+        await self._discard([each.block_hash for each in wanted if each.outcome not in HARMLESS])
+        leading = next((i for i, outcome in enumerate(outcomes) if outcome is not None), len(outcomes))
         self._load_nbytes += leading * self._block_nbytes
         return leading
 
@@ -167,6 +151,7 @@ class RedisTier:
             task.cancel()
         if self._asking:
             await asyncio.wait(self._asking)
+        self._values.close()
         await self._client.close(self._stall_s)
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -195,18 +180,6 @@ class RedisTier:
             self._index.missed([h for h, length in pairs if length == 0])
         await self._discard([h for h, length in pairs if length not in (0, whole) and not _refused(length)])
         return [length == whole for _, length in pairs]
-
-    def _take(self, block_hash: bytes, value: Any, into: memoryview, damaged: list[bytes]) -> bool:
-        """Copy the payload of an intact value; a damaged one is added to `damaged`."""
-        if value is None or _refused(value):
-            return False
-        view = memoryview(value) if isinstance(value, bytes) else memoryview(b"")
-        header, payload = view[:HEADER_NBYTES], view[HEADER_NBYTES:]
-        if len(payload) != len(into) or check(header, self._namespace, block_hash, payload):
-            damaged.append(block_hash)
-            return False
-        copy(into, payload)
-        return True
 
     async def _discard(self, damaged: Sequence[bytes]) -> None:
         if damaged:

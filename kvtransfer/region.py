@@ -15,6 +15,8 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from kvtransfer.memory import available_nbytes
 PAGE_NBYTES = mmap.PAGESIZE
 _MAGIC = b"BATONKV\0"
 _VERSION = 1
+_NAME = "baton-kv"
 _HEADER = struct.Struct("<8sIQQ64s")  # magic, version, num_blocks, block_nbytes, incarnation
 _INCARNATION_NBYTES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -74,7 +77,7 @@ class Region:
         available = available_nbytes()
         if nbytes > available:
             raise _no_memory(nbytes, f"only {available / 2**20:,.0f} MiB are free")
-        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -94,7 +97,9 @@ class Region:
         """
         path = f"/proc/{pid}/fd/{fd}"
         try:
-            ours = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if os.readlink(path) != f"/memfd:{_NAME} (deleted)":  # to open a device or a pipe may do things
+                raise PeerLost(f"descriptor {fd} of process {pid} is no KV pool: the pid was reused")
+            ours = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError as error:
             raise PeerLost(
                 f"cannot open the KV pool of process {pid} ({error.strerror}): it ended, or runs as "
@@ -118,6 +123,10 @@ class Region:
         finally:
             os.close(fd)
         return cls(mapping, num_blocks, block_nbytes, "", os.getpid(), -1, owned=False)
+
+    def another(self, num_blocks: int, block_nbytes: int, incarnation: str) -> Region:
+        """A new region of the same kind of memory, the caller's to close. Raises ConfigError without room."""
+        return Region.create(num_blocks, block_nbytes, incarnation)
 
     @property
     def data(self) -> memoryview:
@@ -145,6 +154,11 @@ class Region:
     def keep(self) -> object:
         """Whoever holds this keeps the memory where it is, also past `close`."""
         return self.data
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Copies from and to this memory made within are done on leaving, without waiting for a step."""
+        yield
 
     def bind_thread(self) -> None:
         """Make this memory's device the calling thread's; before a transport works with it there."""

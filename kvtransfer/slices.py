@@ -70,8 +70,3 @@ def plan_slices(num_kv_heads: int, src_degree: int, dst_degree: int) -> tuple[He
                     HeadSlice(src_rank, first - theirs.start, dst_rank, first - ours.start, end - first)
                 )
     return tuple(slices)
-
-
-def columns(first_head: int, num_heads: int, head_nbytes: int) -> slice:
-    """The bytes of these heads in each row of a rank's block."""
-    return slice(first_head * head_nbytes, (first_head + num_heads) * head_nbytes)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from core.errors import SourceFailed
 from core.kv import KVLayout
+from kvtransfer.block_heads import BlockCopies, ids_on, region_bands
 from kvtransfer.peer_ranks import Read, drained
 from kvtransfer.region import Region
-from kvtransfer.slices import HeadSlice, columns, rank_layout
+from kvtransfer.slices import HeadSlice, rank_layout
 from kvtransfer.transport import PeerPool
 
 
@@ -45,14 +44,16 @@ class StagedRanks:
         regions: Sequence[Region],
         slices: Sequence[HeadSlice],
         layout: KVLayout,
+        copies: BlockCopies,
     ) -> None:
         self.num_ranks = len(pools)
         self._pools = tuple(pools)
         self._staging = staging
         self._slices = [[s for s in slices if s.src_rank == rank] for rank in range(len(pools))]
-        self._bands = layout.bands
-        self._theirs = _rows(staging.region, rank_layout(layout, len(pools)))
-        self._ours = [_rows(region, rank_layout(layout, len(regions))) for region in regions]
+        self._copies = copies
+        self._theirs = region_bands(staging.region, rank_layout(layout, len(pools)))
+        own = rank_layout(layout, len(regions))
+        self._ours = [(region, region_bands(region, own)) for region in regions]
 
     def reads(
         self, remote_ids: Sequence[int], local_ids: Sequence[int], checksums: Sequence[int]
@@ -69,14 +70,15 @@ class StagedRanks:
     def _place(self, rank: int, local_ids: Sequence[int]) -> None:
         """Copy the heads of the peer's `rank` from staging to our ranks; the bytes are there on return."""
         for part in self._slices[rank]:
-            targets = self._ours[part.dst_rank]
-            for band, source, target in zip(self._bands, self._theirs, targets, strict=True):
-                theirs = columns(part.src_head, part.num_heads, band.head_nbytes)
-                ours = columns(part.dst_head, part.num_heads, band.head_nbytes)
-                for staged, local in enumerate(local_ids):
-                    target[local, :, ours].copy_(source[staged, :, theirs])
-            if targets[0].is_cuda:
-                torch.cuda.current_stream(targets[0].device).synchronize()
+            region, targets = self._ours[part.dst_rank]
+            ours = range(part.dst_head, part.dst_head + part.num_heads)
+            theirs = range(part.src_head, part.src_head + part.num_heads)
+            with region.aside():
+                for staged, target in zip(self._theirs, targets, strict=True):
+                    # One copy over the bus for all blocks, where there is a bus.
+                    source = staged[: len(local_ids)].to(target.device)
+                    ids = ids_on(target.device, local_ids)
+                    self._copies.scatter_blocks(target, ids, source, ours, theirs)
 
     def drain(self) -> bool:
         return drained(self._pools)
@@ -84,14 +86,3 @@ class StagedRanks:
     def close(self) -> None:
         for pool in self._pools:
             pool.close()
-
-
-def _rows(region: Region, layout: KVLayout) -> list[torch.Tensor]:
-    """For each band uint8 `[num_blocks, layers of the band, bytes of a row]` over a region's memory, host's
-    or GPU's; `layout` is that of a rank."""
-    blocks, rows = torch.as_tensor(region.blocks), []
-    for band in layout.bands:
-        nbytes = layout.num_kv_heads * band.head_nbytes
-        part = blocks[:, band.offset : band.offset + band.num_layers * nbytes]
-        rows.append(part.unflatten(1, (band.num_layers, nbytes)))
-    return rows

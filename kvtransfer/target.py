@@ -1,4 +1,4 @@
-"""Where a load ends: buffers that belong to somebody else and may be wanted back at any moment."""
+"""Where a load ends: blocks of the pool that belong to somebody else and may be wanted back at any moment."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvtransfer.host_tier import HostTier
+from kvtransfer.tier_pool import TierPool
 
 
 class Target:
-    """`into` is written on the copy thread, `arrived` called on the loop that made this; after `revoke`
-    neither happens any more. The lock is held for one batch's memcpy."""
+    """The pool's `block_ids` are written on the copy thread, `arrived` is called on the loop that made this;
+    after `revoke` neither happens any more. The lock is held for one batch's copy."""
 
     def __init__(
         self,
         host: HostTier,
         hashes: Sequence[bytes],
-        into: Sequence[memoryview],
+        pool: TierPool,
+        block_ids: Sequence[int],
         arrived: Callable[[int], None],
     ) -> None:
-        self._host, self._hashes, self._into, self._arrived = host, hashes, into, arrived
+        self._host, self._hashes, self._arrived = host, hashes, arrived
+        self._pool, self._block_ids = pool, block_ids
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._revoked = False
@@ -31,7 +34,11 @@ class Target:
         with self._lock:
             if self._revoked:
                 return 0
-            return self._host.load(self._hashes[first:last], self._into[first:last])
+            block_ids = self._block_ids[first:last]
+            return self._host.load(
+                self._hashes[first:last],
+                lambda payloads: self._pool.write(block_ids[: len(payloads)], payloads),
+            )
 
     def report(self, count: int) -> None:
         with suppress(RuntimeError):  # the caller's loop is closed: the process is leaving
@@ -42,6 +49,6 @@ class Target:
             self._arrived(count)
 
     def revoke(self) -> None:
-        """Returns once nothing writes; that takes one batch's memcpy at most."""
+        """Returns once nothing writes; that takes one batch's copy at most."""
         with self._lock:
             self._revoked = True

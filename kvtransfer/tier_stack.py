@@ -2,16 +2,16 @@
 
     engine's thread          caller's loop              the stack's loop ("kv-tiers")     tiers
     ---------------          -------------              -----------------------------     -----
-    committed: memcpy,                                  write-behind, one queue a tier -> store
+    committed: copy,                                    write-behind, one queue a tier -> store
       policy, offer
                              lookup                 ->  host, then each tier for what  -> lookup
                                                         those above it lack
                              load                   ->  missing blocks: one fetch for  -> load into
                                arrived(count)       <-  all who want them                 host slots
-                                                        host slots -> `into`, on the copy thread
+                                                        host slots -> the pool, on the copy thread
 
 What comes from below lands in host slots and stays there: the next one finds it in host RAM. Nothing but
-the copy thread writes into a caller's buffers, and once `load` has returned or raised, not even that. So a
+the copy thread writes into a caller's blocks, and once `load` has returned or raised, not even that. So a
 cancelled load leaves its blocks quiet at once, while the fetch behind it goes on for whoever joins it.
 
 Two rules keep a slow tier from being worse than none: a load ends when a batch takes longer than computing
@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from core.clock import Clock, monotonic
 from core.errors import ConfigError
 from core.log import get
+from kvtransfer.commits import Commits
 from kvtransfer.fetches import Fetches
 from kvtransfer.host_tier import HostTier
 from kvtransfer.rates import Rate, RateMeter
@@ -40,6 +41,7 @@ from kvtransfer.stores import Stores
 from kvtransfer.target import Target
 from kvtransfer.threads import DaemonThreads
 from kvtransfer.tier import OnChange, Tier, TierStats, unheard
+from kvtransfer.tier_pool import TierPool
 
 TIERS = ("host", "disk", "redis")
 _HOST_GUESS = Rate(latency_s=0.0005, nbytes_per_s=5e9)
@@ -84,7 +86,7 @@ class Held:
 
 
 class TierStack:
-    """All tiers of one worker. Starts a thread with an event loop and one that copies.
+    """All tiers of one worker, above them its `pool`. Starts a thread with an event loop and one that copies.
 
     `host_nbytes` 0: no host tier, only a staging arena. A block leaves it long before it is used again, so
     every block is stored below when it is committed, whatever `policy` says. `write_behind_nbytes` bounds
@@ -96,7 +98,7 @@ class TierStack:
 
     def __init__(
         self,
-        block_nbytes: int,
+        pool: TierPool,
         host_nbytes: int,
         tiers: Sequence[Tier] = (),
         policy: StorePolicy = StorePolicy.SECOND_HIT,
@@ -108,8 +110,10 @@ class TierStack:
         clock: Clock = monotonic,
     ) -> None:
         self._serve_host = host_nbytes > 0
+        self._pool, block_nbytes = pool, pool.block_nbytes
         arena_nbytes = host_nbytes or _STAGING_BLOCKS * block_nbytes
         self.host = HostTier(arena_nbytes, block_nbytes, on_host_change if self._serve_host else unheard)
+        pool.pin(self.host.memory)
         self._lookup_timeout_s, self._load_timeout_s = lookup_timeout_s, load_timeout_s
         self._clock = clock
         # A quarter of the slots at most for what goes down, and one for what comes up.
@@ -127,21 +131,21 @@ class TierStack:
         self._storing = self._loop.create_task(self._stores.run())
         self._host_meter = RateMeter(_HOST_GUESS, clock)
         self._copier = DaemonThreads(1, "kv-copy")
+        self._commits = Commits(pool, self.host, self._stores, self._copier, clock)
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-tiers", daemon=True)
         self._thread.start()
 
     # The engine's thread; nothing here waits for a disk or a network.
 
-    def committed(self, block_hash: bytes, payload: memoryview) -> bool:
-        """Copy a block into the host tier, and let the policy decide about the tiers below.
+    def committed(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Copy blocks of the pool into the host tier, and let the policy decide about the tiers below.
 
-        Returns whether the host tier holds it. Costs one memcpy, or none when it was held already.
+        Costs a memcpy for each that is not held already; of a pool on a GPU it begins a copy that the copy
+        thread waits for: until it has landed, a block is not found.
         """
-        if self._closed or not self.host.put(block_hash, payload):
-            return False
-        self._stores.used((block_hash,), computed=True)
-        return True
+        if not self._closed:
+            self._commits.committed(hashes, block_ids)
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """The leading blocks of a chain were hit in the device's pool: a use, as a load is one.
@@ -171,24 +175,24 @@ class TierStack:
         self,
         source: str,
         hashes: Sequence[bytes],
-        into: Sequence[memoryview],
+        block_ids: Sequence[int],
         arrived: Callable[[int], None],
         block_budget_s: float = inf,
         is_use: bool = True,
     ) -> int:
-        """Bring the blocks of one segment into `into`; returns how many leading ones are there.
+        """Bring one segment's blocks into the pool's `block_ids`; returns how many leading ones are there.
 
         `arrived(count)` is called on the caller's loop as they come. Fewer than asked is a miss: of the
         tier, or of time, when computing seems faster at `block_budget_s` a block. `is_use`: whether the store
         policy counts it, as it should but for a preempted sequence that comes back. Once this returned or
-        raised, CancelledError included, nothing writes into `into` any more.
+        raised, CancelledError included, nothing writes into them any more.
         """
-        if len(hashes) != len(into):
-            raise ValueError(f"{len(hashes)} blocks cannot fill {len(into)} buffers")
+        if len(hashes) != len(block_ids):
+            raise ValueError(f"{len(hashes)} blocks cannot fill {len(block_ids)} of the pool")
         fetches = None if source == self.host.name else self._fetches[source]
         if self._closed:
             return 0
-        target = Target(self.host, hashes, into, arrived)
+        target = Target(self.host, hashes, self._pool, block_ids, arrived)
         try:
             return await self._call(self._load(fetches, hashes, target, block_budget_s, is_use))
         finally:

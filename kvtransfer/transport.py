@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import ClassVar, Protocol
 
+import numpy as np
+
 from core.errors import ConfigError, PeerLost
 from kvtransfer.region import Region
 
@@ -157,7 +159,7 @@ class FakePool:
         if self.stuck:
             return False
         for remote, local in self._pending:
-            self.local.block(local)[:] = self._remote.block(remote)
+            np.asarray(self.local.blocks)[local] = np.frombuffer(self._remote.block(remote), np.uint8)
         self._pending = []
         return True
 
