@@ -1,29 +1,37 @@
-"""Which workers serve a request: a pure function of the request, the fleet and the client's wish.
+"""Which workers serve a request: a pure function of the request, the fleet, its targets, the client's wish.
 
-    prompt needs logits of its own tokens          -> local
-    client asked for local or disaggregated        -> that, or an error that says why not
-    a prefill worker can help and it is worth it   -> disaggregated
-    otherwise                                      -> local: the decode worker computes everything
+    prompt needs logits of its own tokens    -> local
+    client asked for local or disaggregated  -> that, or an error that says why not
+    otherwise                                -> the cheapest plan of those that meet the targets;
+                                                where none does, the one that misses by the least
 
-A prefill worker can help with full blocks that end before the last token. A forced handoff asks it for
-every one that the decode worker lacks, worth it or not; a prompt without any is an InvalidParameter.
-
-A decode worker is chosen first, of those that can hold the whole request the one that it costs least
-(`planning.balance`), then so a prefill worker whose fingerprint is the same.
+`planning.price` says what each plan costs. A prefill worker can help with full blocks that end before the
+last token. It is not asked for fewer tokens than `min_remote_tokens`, but a forced handoff asks it for every
+one that the decode worker lacks, worth it or not; a prompt without any is an InvalidParameter.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from heapq import nsmallest
+from math import ceil
 
 from core.blocks import num_shareable_blocks
 from core.errors import ContextLengthExceeded, InvalidParameter, Unavailable
-from core.kv import Fingerprint
 from core.request import PlanKind
-from planning.balance import cost_tokens
+from planning.estimate import Option, Targets
+from planning.price import HARM, Ask, Priced, price_decode, price_local, price_pair, price_prefill
+from planning.reason import Reason, alike, can_build, why_no_pair, why_this
+from planning.worker_view import FleetView, Sent, WorkerView
+
+MAX_PAIRED = 4
+"""Workers of each role that are tried in pairs, each role's cheapest."""
+
+MAX_OPTIONS = 32
+"""Options that a plan keeps to explain itself by."""
 
 
 class Forced(StrEnum):
@@ -32,26 +40,6 @@ class Forced(StrEnum):
     AUTO = "auto"
     LOCAL = "local"
     DISAGGREGATED = "disaggregated"
-
-
-class Reason(StrEnum):
-    """Why a plan is what it is: a metric label and a response header."""
-
-    LONG_PROMPT = "long_prompt"
-    SHORT_PROMPT = "short_prompt"
-    FORCED_LOCAL = "forced_local"
-    FORCED_DISAGGREGATED = "forced_disaggregated"
-    NO_PREFILL_WORKER = "no_prefill_worker"
-    NO_COMPATIBLE_PREFILL = "no_compatible_prefill"
-    PROMPT_EXCEEDS_PREFILL_POOL = "prompt_exceeds_prefill_pool"
-    NEEDS_PROMPT_LOGPROBS = "needs_prompt_logprobs"
-
-
-_WHY_NOT = {
-    Reason.NO_PREFILL_WORKER: "no prefill worker is ready",
-    Reason.NO_COMPATIBLE_PREFILL: "no prefill worker has the decode worker's fingerprint",
-    Reason.PROMPT_EXCEEDS_PREFILL_POOL: "the prompt's blocks exceed the pool of every prefill worker",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,69 +58,23 @@ class RequestFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A worker that takes requests now.
-
-    `load`: sequences it has or is about to have. `recent`: those it was sent lately, over or not.
-    `credit_tokens`: of the request that is planned, see `planning.balance`. `token_s`: seconds in which it
-    computes a prompt token, 0 when not known.
-    """
-
-    worker_id: str
-    address: str
-    incarnation: str
-    fingerprint: Fingerprint
-    total_blocks: int
-    load: int
-    recent: float = 0.0
-    credit_tokens: float = 0.0
-    token_s: float = 0.0
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest prompt + answer it can hold: the model's limit or its pool, the smaller one."""
-        return min(self.fingerprint.max_model_len, self.total_blocks * self.fingerprint.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class FleetView:
-    """The workers that are ready. Prefill workers may differ in fingerprint; `plan` pairs them."""
-
-    decode: tuple[WorkerView, ...] = ()
-    prefill: tuple[WorkerView, ...] = ()
-
-    def after(self, plan: Plan, sequences: int) -> FleetView:
-        """The fleet once `plan` has brought its workers so many sequences more."""
-        busier = {worker.incarnation for worker in plan.workers}
-        return self._each(
-            lambda w: (
-                replace(w, load=w.load + sequences, recent=w.recent + sequences)
-                if w.incarnation in busier
-                else w
-            )
-        )
-
-    def credited(self, credits: Mapping[str, float]) -> FleetView:
-        """The fleet as one request sees it: tokens that each worker, by incarnation, need not compute."""
-        return self._each(lambda w: replace(w, credit_tokens=credits.get(w.incarnation, 0.0)))
-
-    def _each(self, change: Callable[[WorkerView], WorkerView]) -> FleetView:
-        return FleetView(tuple(map(change, self.decode)), tuple(map(change, self.prefill)))
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """`max_tokens`: how many tokens each choice may have, resolved for the chosen worker."""
+    """`max_tokens`: how many tokens each choice may have, resolved for the chosen worker.
+
+    `options`: what was looked at, the best MAX_OPTIONS, best first; `chosen` is one of them, the first where
+    nothing was forced. `work`: what one choice brings each of its workers, by incarnation.
+    `min_remote_tokens`: the prefill worker is not worth asking where the decode worker lacks fewer.
+    """
 
     kind: PlanKind
     decode: WorkerView
     prefill: WorkerView | None
     reason: Reason
     max_tokens: int
-
-    @property
-    def workers(self) -> tuple[WorkerView, ...]:
-        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+    chosen: Option
+    options: tuple[Option, ...]
+    work: Mapping[str, Sent]
+    min_remote_tokens: int
 
 
 def plan(
@@ -140,29 +82,58 @@ def plan(
     fleet: FleetView,
     forced: Forced,
     *,
+    targets: Targets,
     min_remote_tokens: int,
     rng: random.Random,
 ) -> Plan:
-    """Choose the workers of one request; equal ones at random.
+    """Choose the workers of one request; of equal plans one at random.
 
     Raises Unavailable when no worker can take it now, ContextLengthExceeded when none ever could,
     InvalidParameter when the wish contradicts the request.
     """
     if not fleet.decode:
         raise Unavailable("no decode worker is ready; try again, /v1/cluster shows their states")
-    decode = _cheapest(request, _with_room(request, fleet.decode), rng)
-    left = decode.max_tokens - request.num_prompt_tokens
-    max_tokens = request.max_tokens or min(left, request.default_max_tokens or left)
-    prefill, reason = _choose_prefill(request, fleet.prefill, decode, forced, min_remote_tokens, rng)
-    kind = PlanKind.LOCAL if prefill is None else PlanKind.DISAGGREGATED
-    return Plan(kind, decode, prefill, reason, max_tokens)
+    workers = _with_room(request, fleet.decode)
+    block_size = workers[0].fingerprint.block_size
+    shareable = num_shareable_blocks(request.num_prompt_tokens, block_size) * block_size
+    _check_wish(request, forced, shareable, block_size)
+    ask = Ask(request.num_prompt_tokens, shareable, targets, fleet.now)
+    locals_ = _locals(ask, workers, fleet)
+    least = 0 if forced is Forced.DISAGGREGATED else max(1, min_remote_tokens)
+    pairs = [] if request.prompt_logprobs else _pairs(ask, locals_, fleet, least, rng)
+    if forced is Forced.DISAGGREGATED and not pairs:
+        why = why_no_pair(ask, fleet.prefill, workers[0])
+        raise Unavailable(f"X-Baton-Plan: disaggregated is not possible: {why}")
+    allowed = {Forced.AUTO: locals_ + pairs, Forced.LOCAL: locals_, Forced.DISAGGREGATED: pairs}[forced]
+    chosen = _best(allowed, rng)
+    if forced is Forced.DISAGGREGATED:
+        reason = Reason.FORCED_DISAGGREGATED
+    elif request.prompt_logprobs:
+        reason = Reason.NEEDS_PROMPT_LOGPROBS
+    elif forced is Forced.LOCAL:
+        reason = Reason.FORCED_LOCAL
+    else:
+        reason = why_this(ask, chosen, locals_, pairs, fleet.prefill, least)
+    ways = _in_order(locals_ + pairs, chosen, forced is not Forced.AUTO)
+    return _made(request, ask, chosen, reason, ways, _worth_asking(ask, chosen, locals_, least))
 
 
-def _cheapest(request: RequestFacts, workers: Sequence[WorkerView], rng: random.Random) -> WorkerView:
-    tokens = request.num_prompt_tokens
-    costs = [cost_tokens(tokens, worker.credit_tokens, worker.load + worker.recent) for worker in workers]
-    least = min(costs)
-    return rng.choice([worker for worker, cost in zip(workers, costs, strict=True) if cost == least])
+def _check_wish(request: RequestFacts, forced: Forced, shareable: int, block_size: int) -> None:
+    if forced is not Forced.DISAGGREGATED:
+        return
+    if request.prompt_logprobs:
+        raise InvalidParameter(
+            "echo with logprobs needs every logit of the prompt, which only the decode worker "
+            "computes; leave X-Baton-Plan out or set it to local",
+            param="X-Baton-Plan",
+        )
+    if not shareable:
+        raise InvalidParameter(
+            f"X-Baton-Plan: disaggregated is not possible: a prefill worker hands over full blocks of "
+            f"{block_size} tokens, the last token not counted, and this prompt has none; leave the header "
+            f"out or send at least {block_size + 1} tokens",
+            param="X-Baton-Plan",
+        )
 
 
 def _with_room(request: RequestFacts, workers: Sequence[WorkerView]) -> list[WorkerView]:
@@ -179,68 +150,96 @@ def _with_room(request: RequestFacts, workers: Sequence[WorkerView]) -> list[Wor
     )
 
 
-def _choose_prefill(
+def _locals(ask: Ask, workers: Sequence[WorkerView], fleet: FleetView) -> list[Priced]:
+    prices = [
+        price_decode(worker, ask, fleet.found.get(worker.incarnation, {}), ahead)
+        for worker, ahead in _ahead(workers, fleet)
+    ]
+    return [price_local(price, ask) for price in prices]
+
+
+def _pairs(
+    ask: Ask, locals_: Sequence[Priced], fleet: FleetView, at_least: int, rng: random.Random
+) -> list[Priced]:
+    """Pairs of the cheapest of each role; not where the decode worker lacks fewer tokens than `at_least`."""
+    decodes = [way.decode for way in locals_ if ask.shareable - way.decode.cached >= at_least]
+    decodes = nsmallest(MAX_PAIRED, decodes, key=lambda price: (price.pair_cost_s, price.ahead, rng.random()))
+    helpers = [
+        worker
+        for worker in fleet.prefill
+        if can_build(ask, worker) and any(alike(each.worker, worker) for each in decodes)
+    ]
+    if not ask.shareable or not helpers:
+        return []
+    prefills = [
+        price_prefill(worker, ask, fleet.found.get(worker.incarnation, {}), ahead)
+        for worker, ahead in _ahead(helpers, fleet)
+    ]
+    prefills = nsmallest(MAX_PAIRED, prefills, key=lambda price: (price.pair_cost_s, rng.random()))
+    return [
+        price_pair(decode, prefill, ask)
+        for decode in decodes
+        for prefill in prefills
+        if alike(decode.worker, prefill.worker)
+    ]
+
+
+def _ahead(workers: Sequence[WorkerView], fleet: FleetView) -> Iterator[tuple[WorkerView, float]]:
+    """Each with how many sequences more than the least it was sent lately."""
+    recent = [fleet.recent.get(worker.incarnation, 0.0) for worker in workers]
+    least = min(recent)
+    return ((worker, each - least) for worker, each in zip(workers, recent, strict=True))
+
+
+def _best(ways: Sequence[Priced], rng: random.Random) -> Priced:
+    ranks = [way.rank for way in ways]
+    least = min(ranks)
+    return rng.choice([way for way, rank in zip(ways, ranks, strict=True) if rank == least])
+
+
+def _in_order(ways: Sequence[Priced], chosen: Priced, is_forced: bool) -> list[Priced]:
+    """The best MAX_OPTIONS; `chosen` before its equals, and always among them."""
+    others = nsmallest(MAX_OPTIONS - 1, (way for way in ways if way is not chosen), key=lambda way: way.rank)
+    place = sum(way.rank < chosen.rank for way in others) if is_forced else 0
+    return [*others[:place], chosen, *others[place:]]
+
+
+def _worth_asking(ask: Ask, chosen: Priced, locals_: Sequence[Priced], at_least: int) -> int:
+    """Missing tokens for which the pair of `chosen` and its decode worker alone cost the same: for more of
+    them the prefill worker is asked. Where it was chosen though it costs more, not for fewer than now."""
+    decode, missing = chosen.decode, ask.shareable - chosen.decode.cached
+    if chosen.prefill is None or missing <= at_least:
+        return at_least
+    alone = next(way for way in locals_ if way.decode is decode)
+    token_s = (decode.compute_s + decode.beside_s + HARM * alone.harm_s) / (ask.tokens - decode.cached)
+    spared = max(0.0, alone.cost_s - chosen.cost_s) / token_s
+    return max(at_least, ceil(missing - spared))
+
+
+def _made(
     request: RequestFacts,
-    workers: Sequence[WorkerView],
-    decode: WorkerView,
-    forced: Forced,
-    min_remote_tokens: int,
-    rng: random.Random,
-) -> tuple[WorkerView | None, Reason]:
-    if request.prompt_logprobs:
-        if forced is Forced.DISAGGREGATED:
-            raise InvalidParameter(
-                "echo with logprobs needs every logit of the prompt, which only the decode worker "
-                "computes; leave X-Baton-Plan out or set it to local",
-                param="X-Baton-Plan",
-            )
-        return None, Reason.NEEDS_PROMPT_LOGPROBS
-    if forced is Forced.LOCAL:
-        return None, Reason.FORCED_LOCAL
-    block_size = decode.fingerprint.block_size
-    shareable = num_shareable_blocks(request.num_prompt_tokens, block_size) * block_size
-    if forced is Forced.DISAGGREGATED and not shareable:
-        raise InvalidParameter(
-            f"X-Baton-Plan: disaggregated is not possible: a prefill worker hands over full blocks of "
-            f"{block_size} tokens, the last token not counted, and this prompt has none; leave the header "
-            f"out or send at least {block_size + 1} tokens",
-            param="X-Baton-Plan",
-        )
-    usable, obstacle = _usable_prefill(request, workers, decode)
-    if forced is Forced.DISAGGREGATED:
-        if obstacle is not None:
-            why = _WHY_NOT[obstacle]
-            if obstacle is Reason.NO_COMPATIBLE_PREFILL:
-                why += _first_difference(decode, workers)
-            raise Unavailable(f"X-Baton-Plan: disaggregated is not possible: {why}")
-        return _cheapest(request, usable, rng), Reason.FORCED_DISAGGREGATED
-    if obstacle is not None:
-        return None, obstacle
-    if shareable == 0 or shareable < min_remote_tokens:
-        return None, Reason.SHORT_PROMPT
-    return _cheapest(request, usable, rng), Reason.LONG_PROMPT
-
-
-def _usable_prefill(
-    request: RequestFacts, workers: Sequence[WorkerView], decode: WorkerView
-) -> tuple[list[WorkerView], Reason | None]:
-    """The prefill workers that can build this prompt for `decode`, or why there is none."""
-    if not workers:
-        return [], Reason.NO_PREFILL_WORKER
-    compatible = [worker for worker in workers if worker.fingerprint == decode.fingerprint]
-    if not compatible:
-        return [], Reason.NO_COMPATIBLE_PREFILL
-    blocks = num_shareable_blocks(request.num_prompt_tokens, decode.fingerprint.block_size)
-    fitting = [worker for worker in compatible if worker.total_blocks >= blocks]
-    if not fitting:
-        return [], Reason.PROMPT_EXCEEDS_PREFILL_POOL
-    return fitting, None
-
-
-def _first_difference(decode: WorkerView, prefill: Sequence[WorkerView]) -> str:
-    """What keeps the first incompatible prefill worker from helping; "" when all are compatible."""
-    for worker in prefill:
-        if difference := decode.fingerprint.difference(worker.fingerprint):
-            field, ours, theirs = difference
-            return f" ({field} is {theirs!r} on {worker.worker_id}, {ours!r} on {decode.worker_id})"
-    return ""
+    ask: Ask,
+    chosen: Priced,
+    reason: Reason,
+    ways: Sequence[Priced],
+    worth_asking: int,
+) -> Plan:
+    """`ways`: the options, in order."""
+    decode, left = chosen.decode.worker, chosen.decode.worker.max_tokens - request.num_prompt_tokens
+    rest = ask.tokens - (chosen.decode.cached if chosen.prefill is None else ask.shareable)
+    work = {decode.incarnation: Sent(1, rest, ask.tokens)}
+    if chosen.prefill is not None:
+        work[chosen.prefill.worker.incarnation] = Sent(1, ask.shareable - chosen.prefill.cached)
+    options = [way.option() for way in ways]
+    option = options[next(number for number, way in enumerate(ways) if way is chosen)]
+    return Plan(
+        kind=option.kind,
+        decode=decode,
+        prefill=chosen.prefill and chosen.prefill.worker,
+        reason=reason,
+        max_tokens=request.max_tokens or min(left, request.default_max_tokens or left),
+        chosen=option,
+        options=tuple(options),
+        work=work,
+        min_remote_tokens=max(1, worth_asking),
+    )

@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-FIRST_GUESS_TOKENS_PER_S = 1000.0
-"""Of a worker that has computed no prompt yet."""
-
 CAUTION = 0.1
 """What others do for us counts as so much slower than estimated: a load can fail, and a tie is not worth
 somebody else's time."""
