@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,15 @@ if TYPE_CHECKING:
     from core.settings import Origin, Settings
 
 
+_PROCESSES = ("router", "prefill", "decode")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; exit status 2 and one sentence for what the operator has to change."""
+    if next(iter(sys.argv[1:] if argv is None else argv), "") in _PROCESSES:
+        # Until it has handlers of its own there is nothing to end in order, also within an import.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     orphan.end_with_parent(os.environ)
     try:
         return _run(*_prepare(argv))
@@ -49,6 +57,11 @@ def _prepare(argv: Sequence[str] | None) -> tuple[str, Settings, dict[str, Origi
 
 
 def _run(command: str, settings: Settings, origins: dict[str, Origin], options: dict[str, Any]) -> int:
+    if options.pop("check", False):
+        from services.check import check
+
+        check(settings, command)
+        return 0
     match command:
         case "serve":
             from services.launch import serve
@@ -73,10 +86,18 @@ def _run(command: str, settings: Settings, origins: dict[str, Origin], options: 
             from services.cache import run as run_cache
 
             return run_cache(settings, **options)
+        case "explain":
+            from services.explain import run as run_explain
+
+            return run_explain(settings, **options)
+        case "role":
+            from services.role import run as run_role
+
+            return run_role(settings, **options)
         case "config":
             for name, origin in sorted(origins.items()):
-                secret = name == "api_key" and origin.value
-                shown = "***" if secret else re.sub(r"//[^/@]*@", "//***@", str(origin.value))
+                secret = name in ("api_key", "api_keys", "cluster_token") and origin.value
+                shown = "***" if secret else _without_password(str(origin.value))
                 print(f"{name:24} {shown!s:32} {origin.source}")
             return 0
         case _:
@@ -84,6 +105,11 @@ def _run(command: str, settings: Settings, origins: dict[str, Origin], options: 
 
             print(VERSION)
             return 0
+
+
+def _without_password(value: str) -> str:
+    """A URL as redis-py takes it may hold one before its host or behind `?`."""
+    return re.sub(r"(?<=[?&]password=)[^&]*", "***", re.sub(r"//[^/@]*@", "//***@", value))
 
 
 if __name__ == "__main__":

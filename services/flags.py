@@ -18,13 +18,18 @@ COMMANDS = {
     "prefill": "one prefill worker",
     "decode": "one decode worker",
     "cache": "look at, check or empty the caches on disk and in Redis",
+    "explain": "why a request was planned as it was, and what it took; without an id, the newest ones",
+    "role": "let a worker take the other role: prefill or decode",
     "config": "print every setting, its value and where that came from",
     "version": "print the version",
 }
 
 
-NOT_SETTINGS = ("action", "delete", "yes")
-"""What `baton cache` takes beside settings."""
+PROCESSES = ("serve", "router", "prefill", "decode")
+"""The commands that serve until they are told to stop; all take `--check`."""
+
+NOT_SETTINGS = ("check", "action", "delete", "yes", "request_id", "router", "as_json", "worker", "role")
+"""What PROCESSES, `baton cache`, `baton explain` and `baton role` take beside settings."""
 
 CACHE_ACTIONS = {
     "ls": "blocks and bytes by namespace",
@@ -63,7 +68,16 @@ def make_parser() -> argparse.ArgumentParser:
         if command == "cache":
             _add_cache_actions(sub)
             _add_settings(sub, ("disk_cache_dir", "redis_url"))
+        elif command == "explain":
+            _add_explain(sub)
+            _add_settings(sub, ("host", "port", "api_key"))
+        elif command == "role":
+            _add_role(sub)
+            _add_settings(sub, ("admin_host", "admin_port", "api_key"))
         elif command != "version":
+            if command in PROCESSES:
+                text = "read the settings, say what is wrong with them (exit status 2), serve nothing"
+                sub.add_argument("--check", action="store_true", help=text)
             _add_settings(sub, Settings.model_fields)
     return parser
 
@@ -73,6 +87,22 @@ def _add_cache_actions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=CACHE_ACTIONS, help=text)
     parser.add_argument("--delete", action="store_true", default=False, help="verify: delete what is damaged")
     parser.add_argument("--yes", action="store_true", default=False, help="clear: do it")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    text = "its id, the id of its answer or its X-Request-Id"
+    parser.add_argument("request_id", nargs="?", default=None, metavar="REQUEST_ID", help=text)
+    text = "where the router is (default: on this machine at --host and --port)"
+    parser.add_argument("--router", default="", metavar="URL", help=text)
+    text = "print what the router says, as it is"
+    parser.add_argument("--json", dest="as_json", action="store_true", default=False, help=text)
+
+
+def _add_role(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="its id in /v1/cluster")
+    parser.add_argument("role", choices=("prefill", "decode"))
+    text = "a router's admin port (default: on this machine at --admin-host and --admin-port)"
+    parser.add_argument("--router", default="", metavar="URL", help=text)
 
 
 def _add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from services.local_redis import SCHEME, local_redis
 from services.summary import show_summary
 from services.worker.cpu import format_cores, parse_cores, split_cores
 from services.worker.gpu import VISIBLE, split_gpus, visible_gpus
+from wire.channel import Identity
 
 POLL_S = 0.1
 RESTARTS_PER_MINUTE = 5
@@ -37,6 +38,7 @@ def serve(settings: Settings) -> int:
     if settings.discovery:
         raise ConfigError("`baton serve` starts its own workers; with --discovery run `baton router`")
     open_checkpoint(settings.model)  # the common mistakes, told once and at once
+    Identity.of(settings)
     if not settings.redis_url.startswith(SCHEME):
         return _Launcher(settings).run()
     with local_redis(settings.redis_url) as url:
@@ -48,9 +50,11 @@ class _Launcher:
         self._settings = settings
         self._console = Console(stderr=True)
         self._stopping = 0
+        self._asked_by = signal.SIGINT
         with address.bind(settings.host, settings.port) as listener:
             port = listener.getsockname()[1]
-        self._url = f"http://{address.join(address.reachable(settings.host), port)}"
+        scheme = "https" if settings.ssl_certfile else "http"
+        self._url = f"{scheme}://{address.join(address.reachable(settings.host), port)}"
         self._workers = self._make_workers()
         addresses = ",".join(worker.address for worker in self._workers)
         router = child_flags(settings, discovery=f"static://{addresses}", port=port)
@@ -76,6 +80,7 @@ class _Launcher:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stopping += 1
+        self._asked_by = signal.Signals(number)
         if self._stopping > 1:  # asked twice: no more patience
             for child in self._children:
                 child.kill()
@@ -85,7 +90,7 @@ class _Launcher:
         roles = ["prefill"] * s.prefill + ["decode"] * s.decode
         cores = parse_cores(s.cpu_affinity) or sorted(os.sched_getaffinity(0))
         gpus = visible_gpus(os.environ, os.listdir("/dev")) if s.device != "cpu" else []
-        places = split_gpus(gpus, len(roles))
+        places = split_gpus(gpus, len(roles), s.tensor_parallel_size)
         workers = []
         for i, (role, share) in enumerate(zip(roles, split_cores(cores, len(roles)), strict=True)):
             name = f"{role}-{i if role == 'prefill' else i - s.prefill}"
@@ -169,11 +174,12 @@ class _Launcher:
         return 0
 
     def _stop_all(self) -> None:
-        """Router first, then the workers; bounded by the drain timeout, then SIGKILL."""
-        for group in ([self._router], self._workers):
-            deadline = time.monotonic() + self._settings.drain_timeout_s + 5.0
+        """Router first, then the workers, to whom nobody sends any more; bounded, then SIGKILL."""
+        limit_s = self._settings.shutdown_grace_s + self._settings.drain_timeout_s + 5.0
+        for group, number in (([self._router], self._asked_by), (self._workers, signal.SIGINT)):
+            deadline = time.monotonic() + limit_s
             for child in group:
-                child.terminate()
+                child.send(number)
             for child in group:
                 child.wait(max(0.1, deadline - time.monotonic()))
 

@@ -78,8 +78,9 @@ class Load:
         begin = order.first_block
         return Ask(
             order.load_id,
+            order.request_id,
             self.target,
-            request.prompt_token_ids[: (begin + until) * self._block_size],
+            request.tokens_of(order.index)[: (begin + until) * self._block_size],
             request.cache_salt,
             request.epoch,
             begin + first,

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import grpc
 
 from core import log
-from core.errors import PeerLost, SourceFailed
+from core.errors import ConfigError, PeerLost, SourceFailed
 from core.request import PrefillTarget
 from kvtransfer.handshake import PeerBook, check
+from kvtransfer.offers import hosts_named
 from kvtransfer.peer_ranks import PeerRanks
 from kvtransfer.puller import Puller
 from kvtransfer.transport import choose
+from services import address
+from services.host_list import HostList, require_same_host
 from services.worker.host import WorkerHost
 from wire import channel, status
 from wire.codec import fingerprint_from_wire, fingerprint_to_wire
@@ -47,6 +50,7 @@ class Peers:
 
     def __init__(self, host: WorkerHost, puller: Puller) -> None:
         self._host, self._puller = host, puller
+        self._allowed = HostList.parse(host.settings.transfer_hosts)
         self._book: PeerBook[Peer] = PeerBook(self._retire, limit=MAX_PEERS)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -65,11 +69,12 @@ class Peers:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _handshake(self, target: PrefillTarget) -> Peer:
-        open_channel = channel.connect(target.address)
+        host = await asyncio.to_thread(self._allowed_host, target.address)
+        open_channel = channel.connect(target.address, self._host.identity)
         try:
             stub = prefill_pb2_grpc.PrefillStub(open_channel)
             offers = await self._exchange(stub, target)
-            ranks = await asyncio.to_thread(self._open, offers)
+            ranks = await asyncio.to_thread(self._open, offers, host)
         except BaseException:
             await open_channel.close()
             raise
@@ -87,16 +92,33 @@ class Peers:
             raise PeerLost(f"{target.worker_id} was restarted since the plan was made")
         return {offer.name: list(offer.bodies) for offer in reply.offers}
 
-    def _open(self, offers: Offers) -> PeerRanks:
-        """Connect over the best transport that both sides run and that reaches the other."""
-        ours = self._host.built.ranks
-        names = choose(self._host.settings.transport, ours.transports, offers)
+    def _allowed_host(self, target: str) -> str:
+        """The host of an address that a router named. Raises PeerLost if we may not connect to it."""
+        try:
+            host, _ = address.split(target, "a prefill worker's address")
+        except ConfigError as error:
+            raise PeerLost(error.message) from None
+        self._allowed.check(host)
+        return host
+
+    def _open(self, offers: Offers, host: str) -> PeerRanks:
+        """Connect over the best transport that both sides run and that reaches the other. `host`: where the
+        peer answered; it may send us to another one only if that is among `transfer_hosts`."""
+        names = choose(self._host.settings.transport, self._host.built.ranks.transports, offers)
         for name in names[:-1]:
             try:
-                return ours.connect(name, offers[name])
+                return self._reach(name, offers[name], host)
             except PeerLost as error:
                 _log.info("transport.passed_over", transport=name, reason=error.message)
-        return ours.connect(names[-1], offers[names[-1]])
+        return self._reach(names[-1], offers[names[-1]], host)
+
+    def _reach(self, name: str, bodies: list[bytes], host: str) -> PeerRanks:
+        for named in hosts_named(name, bodies) - {host}:
+            if self._allowed.lists_all:
+                require_same_host(named, host)
+            else:
+                self._allowed.check(named)
+        return self._host.built.ranks.connect(name, bodies)
 
     def _retire(self, peer: Peer) -> None:
         self._puller.retire(peer.ranks)

@@ -33,6 +33,7 @@ class Ask:
     """
 
     load_id: str
+    request_id: str
     target: PrefillTarget
     token_ids: tuple[int, ...]
     cache_salt: str
@@ -90,6 +91,7 @@ class PrefillSource:
                 token_ids=ask.token_ids,
                 cache_salt=ask.cache_salt,
                 first_block=ask.first_block,
+                request_id=ask.request_id,
             )
         )
         renewing: asyncio.Task[None] | None = None

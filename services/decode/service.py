@@ -9,20 +9,25 @@ import grpc
 
 from checkpoint.grammar import GrammarThread
 from core import faults, log
-from core.errors import BatonError, EngineFault, InvalidParameter
+from core.clock import monotonic
+from core.errors import BatonError, EngineFault, InvalidParameter, Overloaded
 from core.request import Request, Role, TokenDelta
 from engine.matcher import Matcher
 from engine.messages import Abort, Add, Event, Failed
+from services.decode.checks import check
 from services.decode.sources import Loader
 from services.worker.host import WorkerHost
-from wire import codec
+from wire import codec, status
 from wire.v1 import generation_pb2 as pb
 from wire.v1 import generation_pb2_grpc
 
 _log = log.get("decode")
 
+MAX_SESSIONS = 256
+"""A router has one."""
+
 MAX_UNSENT = 100_000
-"""Deltas kept for a router that does not read; beyond it the session is cut."""
+"""Deltas, and failures, kept for a router that does not read; beyond it the session is cut."""
 
 
 class DecodeService(generation_pb2_grpc.DecodeServicer):
@@ -33,15 +38,22 @@ class DecodeService(generation_pb2_grpc.DecodeServicer):
         self._loader = Loader(host)
         host.hub.on_load = self._loader.on_event
         self._grammar_thread = GrammarThread()
-        if host.role == Role.DECODE:
-            self._grammar_thread.begin(host.built.grammars.load)
+        self._warm_up()
+        host.listeners.append(self._warm_up)
         self._sessions: set[_Session] = set()
+
+    def _warm_up(self) -> None:
+        """A client's first grammar should not wait for what every grammar needs."""
+        if self._host.role == Role.DECODE:
+            self._grammar_thread.begin(self._host.built.grammars.load)
 
     async def Session(
         self,
         request_iterator: AsyncIterator[pb.SessionRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[pb.SessionReply]:
+        if len(self._sessions) >= MAX_SESSIONS:
+            await status.abort(context, Overloaded(f"{MAX_SESSIONS} routers have a session here already"))
         session = _Session(self._host, self._loader, self._grammar_thread)
         self._sessions.add(session)
         reader = asyncio.create_task(session.read(request_iterator))
@@ -107,12 +119,14 @@ class _Session:
             self._host.built.loop.submit(Abort(request_id))
 
     async def _start(self, message: pb.Start) -> None:
-        request_id = message.request_id
+        request_id, arrived_s = message.request_id, monotonic()
         try:
-            await asyncio.sleep(faults.due("decode.start"))
+            await faults.reached("decode.start")
             self._host.require_ready()
+            if len(self._preparing) >= self._host.settings.max_waiting:
+                raise Overloaded(f"{len(self._preparing)} requests are being taken up already; try again")
             request = codec.request_from_wire(message)
-            self._validate(request)
+            check(request, self._host.built.config.vocab_size)
             if not self._host.hub.register(request_id, self._on_event):
                 raise InvalidParameter(f"request {request_id} is running already")
         except BatonError as error:
@@ -120,23 +134,23 @@ class _Session:
         except Exception as error:
             self._send_failure(request_id, _not_taken_up(request_id, error))
         else:
-            self._open[request_id] = set(range(request.sampling.n))
+            self._open[request_id] = set(request.open_choices)
             self._loader.expect(request)
-            self._queue(request)
+            self._queue(request, arrived_s)
 
-    def _queue(self, request: Request) -> None:
+    def _queue(self, request: Request, arrived_s: float) -> None:
         """Hand it to the engine; what takes time before that is done while others go on."""
         grammar, matcher = request.sampling.grammar, None
         if grammar is not None:
             matcher = self._host.built.grammars.cached(request.sampling)
         if self._host.lookups is None and (grammar is None or matcher is not None):
-            self._host.built.loop.submit(Add(request, matcher=matcher))
+            self._host.take_up(request.request_id, Add(request, matcher=matcher, arrived_s=arrived_s))
             return
-        task = asyncio.create_task(self._prepare(request, matcher))
+        task = asyncio.create_task(self._prepare(request, matcher, arrived_s))
         self._preparing[request.request_id] = task
         task.add_done_callback(lambda _: self._preparing.pop(request.request_id, None))
 
-    async def _prepare(self, request: Request, matcher: Matcher | None) -> None:
+    async def _prepare(self, request: Request, matcher: Matcher | None, arrived_s: float) -> None:
         """Compile a grammar that is new here, and see what the tiers hold of the prompt."""
         request_id = request.request_id
         try:
@@ -149,28 +163,13 @@ class _Session:
             self._send_failure(request_id, known)
         else:
             if request_id in self._open:  # not cancelled meanwhile
-                self._host.built.loop.submit(Add(request, num_held, matcher))
+                self._host.take_up(request_id, Add(request, num_held, matcher, arrived_s))
 
     async def _compiled(self, request: Request, matcher: Matcher | None) -> Matcher | None:
         grammar, grammars = request.sampling.grammar, self._host.built.grammars
         if grammar is None or matcher is not None:
             return matcher
         return await self._grammar_thread.run(lambda: grammars.compile(request.sampling), grammar.field)
-
-    def _validate(self, request: Request) -> None:
-        """The last gate before the engine: what would break a step is refused here."""
-        vocab = self._host.built.config.vocab_size
-        s = request.sampling
-        ids = [*request.prompt_token_ids, *s.stop_token_ids, *s.allowed_token_ids]
-        ids += [token for token, _ in s.logit_bias] + [token for word in s.bad_words for token in word]
-        if not request.prompt_token_ids:
-            raise InvalidParameter("the prompt holds no tokens; send at least one", param="prompt")
-        if max(ids) >= vocab:
-            raise InvalidParameter(
-                f"token id {max(ids)} is outside the vocabulary of {vocab}", param="prompt"
-            )
-        if s.n < 1 or s.max_tokens < 1 or s.temperature < 0 or s.repetition_penalty <= 0:
-            raise InvalidParameter("n, max_tokens, temperature or repetition_penalty is out of range")
 
     def _cancel(self, message: pb.Cancel) -> None:
         request_id = message.request_id
@@ -199,9 +198,7 @@ class _Session:
             case Failed(request_id, error):
                 self._forget(request_id)
                 self._send_failure(request_id, error)
-        if len(self._unsent.deltas) > MAX_UNSENT:
-            _log.error("session.cut", reason="the router does not read its tokens")
-            self.end()
+        self._bound_unsent()
         self._wake.set()
 
     def _send_failure(self, request_id: str, error: BatonError) -> None:
@@ -213,7 +210,13 @@ class _Session:
                 param=error.param or "",
             )
         )
+        self._bound_unsent()
         self._wake.set()
+
+    def _bound_unsent(self) -> None:
+        if max(len(self._unsent.deltas), len(self._unsent.failures)) > MAX_UNSENT:
+            _log.error("session.cut", reason="the router does not read what it is sent")
+            self.end()
 
     def _close_choice(self, request_id: str, index: int) -> None:
         """Idempotent: a choice may be cancelled while its last token is on the way."""

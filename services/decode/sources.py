@@ -20,20 +20,12 @@ from engine.messages import BlocksArrived, Event, LoadCancelled, LoadFinished, L
 from kvtransfer.ledger import Ledger
 from kvtransfer.puller import Puller
 from kvtransfer.tier_stack import Held
-from planning.sources import FIRST_GUESS_TOKENS_PER_S, Decision, LocalPrice, PrefillPrice, TierPrice, decide
+from planning.price import CALL_S, HARM, STREAMS_TO_COME
+from planning.sources import Decision, LocalPrice, PrefillPrice, Prompt, TierPrice, decide
 from services.decode.load import Load
 from services.decode.remote import PrefillSource
 from services.worker.host import WorkerHost
 from services.worker.tiers import Lookups
-
-LINK_GUESS_NBYTES_PER_S = 2e9
-"""Before the first pull."""
-
-CALL_S = 0.005
-"""Asking a prefill worker, before it computes. How long its queue is, the router weighed when it chose it."""
-
-HARM = 0.2
-"""What computing a prompt here costs the sequences that decode here, in seconds of that prompt's wait."""
 
 _log = log.get("decode")
 
@@ -46,7 +38,6 @@ class Loader:
         self._ledger = Ledger(lambda block_ids: host.built.loop.submit(Quiet(tuple(block_ids))))
         self._puller = Puller(self._ledger)
         self._prefill = PrefillSource(host, self._puller)
-        self._link_nbytes_per_s = LINK_GUESS_NBYTES_PER_S
         self._requests: dict[str, Request] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -55,10 +46,10 @@ class Loader:
         return self._host.lookups
 
     async def look_up(self, request: Request) -> int:
-        """How many leading blocks of its prompt the tiers hold."""
+        """How many leading blocks of what its choices begin from the tiers hold."""
         if self._lookups is None or request.sampling.prompt_logprobs:
             return 0
-        tokens, size = request.prompt_token_ids, self._host.built.fingerprint.block_size
+        tokens, size = request.common_tokens, self._host.built.fingerprint.block_size
         count = num_shareable_blocks(len(tokens), size)
         return await self._lookups.look_up(request.request_id, tokens, count, request.cache_salt)
 
@@ -126,10 +117,9 @@ class Loader:
 
     def _decide(self, load: Load, held: list[Held]) -> Decision:
         """Every way to these blocks, priced by what was measured."""
-        built = self._host.built
-        token_s = built.loop.stats.prefill_token_s
-        tokens_per_s = 1 / token_s if token_s else FIRST_GUESS_TOKENS_PER_S
-        nbytes = built.region.block_nbytes
+        nbytes = self._host.built.ranks.block_nbytes
+        prompt = load.prompt(nbytes)
+        tokens_per_s = self._tokens_per_s(prompt)
         tiers = []
         for each in held:
             assert self._lookups
@@ -139,12 +129,22 @@ class Loader:
         prefill = None
         if target := load.target:
             theirs = 1 / target.token_s if target.token_s else tokens_per_s
-            prefill = PrefillPrice(theirs, self._link_nbytes_per_s, CALL_S, target.cached_blocks)
-        return decide(load.prompt(nbytes), tiers, LocalPrice(tokens_per_s, harm=HARM), prefill)
+            link = self._host.links.rate(target.incarnation)
+            prefill = PrefillPrice(theirs, link, CALL_S + target.queue_s, target.cached_blocks)
+        streams = self._host.built.loop.stats.running + STREAMS_TO_COME
+        return decide(prompt, tiers, LocalPrice(tokens_per_s, harm=HARM * streams), prefill)
+
+    def _tokens_per_s(self, prompt: Prompt) -> float:
+        """Of computing here what the pool lacks of this prompt, beside what runs."""
+        built = self._host.built
+        stats, before = built.loop.stats, prompt.first_block * prompt.block_size
+        model = stats.prefill_model.beside(stats.decode_model, stats.running, stats.context_tokens)
+        tokens = prompt.num_tokens - before
+        return tokens / model.prompt_seconds(tokens, before, built.limits.max_num_batched_tokens)
 
     async def _take(self, load: Load, held: list[Held]) -> None:
         """Load the chosen segments, in order, up to the first that comes short."""
-        lookups, region, order = self._lookups, self._host.built.region, load.order
+        lookups, order = self._lookups, load.order
         for segment, (source, count) in zip(held, load.loads, strict=False):
             assert lookups
             place = slice(segment.first, segment.first + count)
@@ -156,7 +156,7 @@ class Loader:
             done = await lookups.stack.load(
                 source,
                 order.hashes[place],
-                [region.block(block_id) for block_id in order.block_ids[place]],
+                order.block_ids[place],
                 arrived,
                 lookups.block_budget_s,
                 is_use=not order.parked,
@@ -184,5 +184,6 @@ class Loader:
         self._host.metrics.loaded(load.label)
         for part in (load.brought, load.gap):
             if part.nbytes:
-                self._link_nbytes_per_s += 0.2 * (part.nbytes / part.transfer_s - self._link_nbytes_per_s)
+                assert load.target
+                self._host.links.pulled(load.target.incarnation, part.nbytes, part.transfer_s)
                 self._host.metrics.transferred(part.nbytes, part.transfer_s)

@@ -104,6 +104,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         size, tokens = built.fingerprint.block_size, request.token_ids
         if not tokens or len(tokens) % size or request.first_block >= len(tokens) // size:
             raise InvalidParameter(f"token_ids must fill whole blocks of {size} beyond first_block")
+        if len(tokens) > built.fingerprint.max_model_len:
+            raise InvalidParameter(f"token_ids are more than the model's {built.fingerprint.max_model_len}")
         if max(tokens) >= built.config.vocab_size:
             raise InvalidParameter("token_ids holds an id outside the vocabulary")
 
@@ -141,7 +143,8 @@ class _Job:
             raise LeaseLost(f"transfer {self._id} is running already")
         job = PrefillJob(self._id, tuple(self._request.token_ids), self._request.cache_salt)
         yield pb.RunEvent(accepted=pb.Accepted(lease_s=lease_s))
-        self._host.built.loop.submit(AddPrefill(job, await self._num_held(job)))
+        await self._fault("prefill.start")
+        self._host.take_up(self._request.request_id, AddPrefill(job, await self._num_held(job)))
         while True:
             match event := await self._inbox.get():
                 case BlocksBuilt():
@@ -164,7 +167,7 @@ class _Job:
         block_ids = built.block_ids[skip:]
         if not block_ids:
             return None
-        await self._fault()
+        await self._fault("prefill.publish")
         sums = await asyncio.to_thread(self._host.built.ranks.checksums, block_ids)
         return pb.BlocksReady(
             first=built.first + skip,
@@ -175,9 +178,9 @@ class _Job:
         )
 
     @staticmethod
-    async def _fault() -> None:
+    async def _fault(point: str) -> None:
         try:
-            await asyncio.sleep(faults.due("prefill.publish"))
+            await faults.reached(point)
         except faults.InjectedFault as error:
             raise SourceFailed(str(error)) from error
 

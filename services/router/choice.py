@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from checkpoint.detokenize import Detokenizer
 from checkpoint.tokenizer import Tokenizer
@@ -16,8 +17,7 @@ from core.request import FinishReason, TokenDelta, TokenLogprob
 from services.router.stops import StopMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """A token and where its text begins in the choice's text (characters)."""
 
     token_id: int
@@ -47,7 +47,8 @@ class Piece:
 
 
 class Choice:
-    """State of one choice. `finished` turns True with the piece that has a finish reason."""
+    """State of one choice. `finished` turns True with the piece that has a finish reason; `token_ids`: all
+    that were generated so far, released or not."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Choice:
         min_tokens: int = 0,
     ) -> None:
         self.index = index
-        self.num_tokens = 0
+        self.token_ids: list[int] = []
         self.finished = False
         self._detokenizer = Detokenizer(tokenizer, skip_special=True)
         self._matcher = StopMatcher(stops)
@@ -67,6 +68,10 @@ class Choice:
         self._waiting: deque[Token] = deque()  # generated, their text not yet released
         self._num_chars = 0
         self._num_released = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     def feed(self, delta: TokenDelta) -> Piece:
         """Take the next tokens; returns what they made certain, possibly nothing."""
@@ -77,7 +82,7 @@ class Choice:
             ends = position == last and delta.finish_reason is FinishReason.STOP
             silent = ends and token_id in self._stop_token_ids
             self._waiting.append(Token(token_id, self._num_chars, logprob))
-            self.num_tokens += 1
+            self.token_ids.append(token_id)
             self._take(piece, "" if silent else self._detokenizer.push(token_id))
             if self._matcher.stopped:
                 return self._finish(piece, FinishReason.STOP)

@@ -8,24 +8,50 @@ but wait for it, and its tokens stop being made within a turn of the loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic
 
 from core.errors import BatonError, InvalidParameter, Unavailable
 from planning.plan import Forced
+from services.router.admission import Visit
 from services.router.bugs import reported
 from services.router.choice import Piece
 from services.router.generation import Generation, Part
-from services.router.parse import Receive, check_request, parse, read_body
+from services.router.keys import ApiKey
+from services.router.parse import Receive, check_request, read_body
 from services.router.progress import Progress
+from services.router.record import Record
 from services.router.router import Router
 from services.router.session import INBOX_DELTAS_PER_CHOICE, Inbox
 from services.router.shapes import B, Shape
+from services.router.shutdown import cut_off
 from services.router.sse import Reply, Send
+from services.router.targets import targets_of
+from services.router.text import Constraints, Prompt
 
 
 class ClientGone(Exception):
     """The client closed its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[B]):
+    """One request and what is told of it."""
+
+    body: B
+    forced: Forced
+    inbox: Inbox
+    visit: Visit
+    progress: Progress
+    reply: Reply
+
+    async def fail(self, error: BatonError) -> None:
+        """End the answer with an error; raises it where nothing was sent yet."""
+        self.progress.failed(error)
+        if not self.reply.started:
+            raise error
+        await self.reply.fail(error)
 
 
 class GenerationEndpoint(Generic[B]):
@@ -39,90 +65,116 @@ class GenerationEndpoint(Generic[B]):
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         router = self._router
         text, _ = router.serving()
-        with router.admit():
-            body = parse(await read_body(scope, receive, router.settings.max_body_bytes), self._body)
-            router.check_model(body.model)
-            check_request(body)
-            forced = _forced_plan(scope)
-            inbox = Inbox(INBOX_DELTAS_PER_CHOICE * body.n * body.num_prompts)
-            progress = Progress(router.metrics, text.name, scope.get("baton_request_id", ""))
-            watcher = asyncio.create_task(_watch_client(receive, inbox))
-            try:
-                await self._run(body, forced, inbox, progress, Reply(send))
-            finally:
-                watcher.cancel()
-                progress.close()
+        targets = targets_of(scope, router.settings)
+        key: ApiKey = scope["baton_key"]
+        record = Record(scope["baton_request_id"], text.name, key.name, targets)
+        progress = Progress(router.metrics, router.records, record)
+        try:
+            with router.admit(key.share) as visit:
+                raw = await read_body(scope, receive, router.settings.max_body_bytes)
+                body = await text.read(raw, self._body)
+                router.check_model(body.model)
+                check_request(body)
+                forced = _forced_plan(scope)
+                inbox = Inbox(INBOX_DELTAS_PER_CHOICE * body.n * body.num_prompts)
+                call = _Call(body, forced, inbox, visit, progress, Reply(send))
+                watcher = asyncio.create_task(_watch_client(receive, inbox, visit))
+                try:
+                    await self._run(call)
+                finally:
+                    watcher.cancel()
+        except BatonError as error:
+            progress.failed(error)
+            raise
+        finally:
+            progress.close()
 
-    async def _run(self, body: B, forced: Forced, inbox: Inbox, progress: Progress, reply: Reply) -> None:
+    async def _run(self, call: _Call[B]) -> None:
         limit_s = self._router.settings.request_timeout_s
         try:
             try:
                 async with asyncio.timeout(limit_s):
-                    await self._answer(body, forced, inbox, progress, reply)
+                    await self._answer(call)
             except TimeoutError:
                 raise Unavailable(f"the answer was not complete after {limit_s:g} s; ask for less") from None
         except ClientGone:
-            progress.client_gone()
+            call.progress.client_gone()
         except asyncio.CancelledError:
-            progress.failed(Unavailable("the router is shutting down"))
-            raise
+            await call.fail(cut_off())
         except BatonError as error:
-            await self._fail(error, progress, reply)
+            await call.fail(error)
         except Exception as error:
-            await self._fail(reported(error), progress, reply)
+            await call.fail(reported(error))
 
-    async def _fail(self, error: BatonError, progress: Progress, reply: Reply) -> None:
-        progress.failed(error)
-        if not reply.started:
-            raise error
-        await reply.fail(error)
-
-    async def _answer(self, body: B, forced: Forced, inbox: Inbox, progress: Progress, reply: Reply) -> None:
+    async def _answer(self, call: _Call[B]) -> None:
+        body, progress = call.body, call.progress
         text, _ = self._router.serving()
         prompts, constraints = await text.prompts(body), await text.constraints(body)
-        request_id = progress.record.request_id
-        generation = Generation(request_id, self._router, body, prompts, constraints, forced, inbox)
+        generation = await self._planned(call, prompts, constraints)
         try:
             generation.start()
-            progress.started(generation)
+            call.visit.placed(generation)
+            progress.started()
             shape = self._shape(body, text.tokenizer, text.name, generation.id)
             if body.stream:
-                await self._stream(body, generation, shape, progress, reply)
+                await self._stream(call, generation, shape)
             else:
-                await self._whole(generation, shape, progress, reply)
+                await self._whole(call, generation, shape)
         finally:
             generation.close()
             progress.ended(generation)
+            call.visit.served(generation)
 
-    async def _stream(
-        self, body: B, generation: Generation, shape: Shape[B], progress: Progress, reply: Reply
-    ) -> None:
+    async def _planned(
+        self, call: _Call[B], prompts: Sequence[Prompt], constraints: Constraints
+    ) -> Generation:
+        """A generation whose turn it is. What can never be served is an error before it waits; after a wait
+        it is planned anew."""
+        record = call.progress.record
+
+        def plan() -> Generation:
+            made = Generation(
+                *(record.request_id, self._router, call.body, prompts, constraints),
+                *(call.forced, record.targets, call.inbox),
+            )
+            call.progress.planned(made)
+            return made
+
+        generation = plan()
+        waited = await call.visit.turn(call.body, generation.parts, record.targets)
+        return plan() if waited else generation
+
+    async def _stream(self, call: _Call[B], generation: Generation, shape: Shape[B]) -> None:
+        reply = call.reply
         while not generation.finished:
             pieces = await generation.next()
-            progress.took(generation, pieces)
+            call.progress.took(generation, pieces)
             if not reply.started:
                 await reply.open(_plan_headers(generation))
-            await reply.events(shape.chunks(pieces))
-        if body.include_usage:
-            await reply.events([shape.usage_chunk(generation.usage())])
+            await reply.events(shape.events(pieces))
+            if (rest_s := self._router.pace.rest_s) and not generation.finished:
+                await asyncio.sleep(rest_s)
+        if call.body.include_usage:
+            await reply.events(shape.usage_event(generation.usage()))
         await reply.done()
 
-    async def _whole(self, generation: Generation, shape: Shape[B], progress: Progress, reply: Reply) -> None:
+    async def _whole(self, call: _Call[B], generation: Generation, shape: Shape[B]) -> None:
         answers: dict[int, tuple[Part, Piece]] = {}
         while not generation.finished:
             pieces = await generation.next()
-            progress.took(generation, pieces)
+            call.progress.took(generation, pieces)
             for part, piece in pieces:
                 _, answer = answers.setdefault(piece.index, (part, Piece(piece.index)))
                 answer.append(piece)
         ordered = [answers[index] for index in sorted(answers)]
-        await reply.json(shape.whole(ordered, generation.usage()), _plan_headers(generation))
+        await call.reply.json(shape.whole(ordered, generation.usage()), _plan_headers(generation))
 
 
-async def _watch_client(receive: Receive, inbox: Inbox) -> None:
+async def _watch_client(receive: Receive, inbox: Inbox, visit: Visit) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     inbox.fail(ClientGone(), at_once=True)
+    visit.fail(ClientGone())
 
 
 def _forced_plan(scope: MutableMapping[str, Any]) -> Forced:
@@ -144,4 +196,5 @@ def _plan_headers(generation: Generation) -> list[tuple[str, str]]:
         ("x-baton-reason", plan.reason.value),
         ("x-baton-prefill", plan.prefill.worker_id if plan.prefill else "none"),
         ("x-baton-decode", plan.decode.worker_id),
+        ("x-baton-predicted-ttft-ms", f"{plan.chosen.estimate.ttft_s * 1000:.1f}"),
     ]

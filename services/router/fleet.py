@@ -2,23 +2,29 @@
 
 The Watch stream is the truth about a worker; what it means is decided in `roster`. A connection
 that ends is tried again after at most a second, for as long as the address is discovered.
+
+Discovery says where to look, not who lives: a worker that is no longer discovered, as those that drain
+and all of them while a name server or a Redis starts anew, is followed until its stream ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import grpc
 
 from core import log
 from core.clock import Clock, monotonic
+from core.errors import BatonError, Unavailable
 from core.request import Role
-from planning.plan import FleetView, Plan
+from planning.plan import Plan
+from planning.worker_view import FleetView
 from services.discovery import Discovery
 from services.router.bugs import reported
+from services.router.placed import Placed
 from services.router.roster import Member, Roster, WorkerState
 from services.router.session import Session
 from wire import channel, status
@@ -28,14 +34,18 @@ from wire.v1 import worker_pb2_grpc as pb_grpc
 HELLO_TIMEOUT_S = 10.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 TICK_S = 0.5
+SET_ROLE_TIMEOUT_S = 5.0
+MAX_PICKS = 3
+"""How often others are picked instead of workers whose sessions are not open."""
 
 logger = log.get("router.fleet")
 
 
 @dataclass(slots=True)
 class _Link:
-    """What belongs to one address. `decoding` is set while a decode worker's Watch stream lives;
-    `incarnation` is the worker's own that was there last."""
+    """What belongs to one address. `decoding` is set while the Watch stream of a worker in that role lives:
+    a session is then opened, and opened again. One that is open goes on when the worker changes its role,
+    for the requests that it has. `incarnation` is the worker's own that was there last."""
 
     channel: grpc.aio.Channel
     session: Session
@@ -59,13 +69,17 @@ class Fleet:
         silence_s: float,
         count_fault: Callable[[str], None],
         clock: Clock = monotonic,
+        identity: channel.Identity = channel.OPEN,
     ) -> None:
         self.roster = Roster(tokenizer_digest, silence_s)
         self.connections_lost: Counter[str] = Counter(dict.fromkeys(Role, 0))
         self._discovery = discovery
         self._count_fault = count_fault
         self._clock = clock
+        self._identity = identity
         self._links: dict[str, _Link] = {}
+        self._discovered: frozenset[str] = frozenset()
+        self._closing: set[asyncio.Task[None]] = set()  # channels of addresses that were dropped
 
     async def run(self) -> None:
         try:
@@ -73,35 +87,83 @@ class Fleet:
                 group.create_task(self._discover(group))
                 group.create_task(self._tick())
         finally:
-            await asyncio.gather(*(link.channel.close() for link in self._links.values()))
+            await asyncio.gather(*(link.channel.close() for link in self._links.values()), *self._closing)
 
-    def view(self) -> FleetView:
-        """The workers that take requests now: ready, and decode workers with an open session."""
-        view = self.roster.fleet_view(self._clock())
-        up = {link.incarnation for link in self._links.values() if link.session.up}
-        return replace(view, decode=tuple(w for w in view.decode if w.incarnation in up))
+    def view(
+        self,
+        keys: Sequence[int] = (),
+        num_tokens: int = 0,
+        num_prefill_tokens: int = 0,
+        without: Collection[str] = (),
+    ) -> FleetView:
+        """Workers that take requests now: ready, and decode workers with an open session. See
+        `Roster.fleet_view`."""
+        now, out = self._clock(), set(without)
+        view = self.roster.fleet_view(now, keys, num_tokens, num_prefill_tokens, out)
+        for _ in range(MAX_PICKS):
+            down = {each.incarnation for each in view.decode if self.session(each.incarnation) is None}
+            if not down:
+                return view
+            out |= down  # few of many were picked: others may be there
+            view = self.roster.fleet_view(now, keys, num_tokens, num_prefill_tokens, out)
+        return replace(view, decode=tuple(w for w in view.decode if self.session(w.incarnation) is not None))
+
+    def own(self, incarnation: str, sequences: int) -> None:
+        """See `Roster.own`."""
+        self.roster.own(incarnation, sequences)
+
+    def seats(self) -> tuple[int, int]:
+        """See `Roster.seats`."""
+        return self.roster.seats(self._clock())
 
     def workers(self) -> list[tuple[Member, WorkerState, str]]:
         """Every worker with its state and the reason when it is not ready."""
         now = self._clock()
         return [(member, *self.roster.status(member, now)) for member in self.roster.members.values()]
 
+    def status(self, member: Member) -> tuple[WorkerState, str]:
+        """The worker's state, and the reason when it is not ready."""
+        return self.roster.status(member, self._clock())
+
+    async def change_role(self, address: str, role: str) -> None:
+        """Ask the worker there to change. Raises Unavailable when it is leaving or does not answer."""
+        stub = pb_grpc.WorkerStub(self._links[address].channel)
+        try:
+            await stub.SetRole(pb.SetRoleRequest(role=role), timeout=SET_ROLE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            known = status.from_rpc(error, address)
+            raise known if isinstance(known, Unavailable) else Unavailable(str(known)) from None
+
+    def works(self, incarnation: str) -> bool:
+        """Whether this life of a worker answers and moves, whether it takes requests or not."""
+        member = self.roster.at(incarnation)
+        return member is not None and self.status(member)[0] in (WorkerState.READY, WorkerState.DRAINING)
+
+    def expects_decode(self) -> bool:
+        """Whether decode workers are known that may come, or come back."""
+        gone = (WorkerState.CONNECTING, WorkerState.LOST, WorkerState.SILENT)
+        return any(state in gone and m.role in ("", Role.DECODE) for m, state, _ in self.workers())
+
     def session(self, incarnation: str) -> Session | None:
         """The open session of a decode worker."""
-        links = (link for link in self._links.values() if link.incarnation == incarnation)
-        return next((link.session for link in links if link.session.up), None)
+        member = self.roster.at(incarnation)
+        link = self._links.get(member.address) if member is not None else None
+        return link.session if link is not None and link.session.up else None
 
-    def assigned(self, plan: Plan, sequences: int) -> None:
-        """Count a request just sent to a plan's workers, until their next State counts it."""
-        self.roster.assigned([worker.incarnation for worker in plan.workers], sequences)
+    def place(self, request_id: str, plan: Plan, num_choices: int) -> Placed:
+        """A request was just sent to a plan's workers: it counts there until the one that is returned is told
+        that it is over."""
+        return Placed(self.roster, request_id, plan, num_choices, self._clock)
 
     async def _discover(self, group: asyncio.TaskGroup) -> None:
-        async for addresses in self._discovery.watch():
+        async for addresses in self._discovery.watch(self._count_fault):
+            self._discovered = addresses
             for address in sorted(self._links.keys() - addresses):
-                await self._drop(address)
+                if not self.roster.members[address].connected:
+                    self._drop(address)
             for address in sorted(addresses - self._links.keys()):
                 self.roster.add(address)
-                connection = channel.connect(address)
+                connection = channel.connect(address, self._identity)
                 link = self._links[address] = _Link(
                     connection, Session(address, connection, self._count_fault)
                 )
@@ -110,63 +172,86 @@ class Fleet:
                     group.create_task(link.session.run(link.decoding)),
                 ]
 
-    async def _drop(self, address: str) -> None:
+    def _drop(self, address: str) -> None:
+        """Forget an address, also from within the task that follows it."""
         link = self._links.pop(address)
-        for task in link.tasks:
-            task.cancel()
-        await asyncio.gather(*link.tasks, return_exceptions=True)
+        logger.info("worker.forgotten", worker=self.roster.members[address].worker_id, address=address)
         self.roster.remove(address)
-        await link.channel.close()
+        for task in link.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        closing = asyncio.create_task(link.channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _follow(self, address: str, link: _Link) -> None:
         retry_s = FIRST_RETRY_S
         while True:
-            reason = await self._watch(address, link)
+            greeted, reason = await self._watch(address, link)
+            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             if reason is not None:
+                retry_s = FIRST_RETRY_S if greeted else retry_s
                 link.decoding.clear()
                 if self.roster.lost(address, reason):
-                    retry_s = FIRST_RETRY_S
                     self.connections_lost[self.roster.members[address].role] += 1
                 self._report(address, link)
+                if address not in self._discovered:
+                    self._drop(address)
+                    return
             await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
-    async def _watch(self, address: str, link: _Link) -> str | None:
-        """One Watch stream, to its end; returns why it ended, None where only news of blocks was missed:
-        the worker is there, and a new stream begins with all of its blocks."""
+    async def _watch(self, address: str, link: _Link) -> tuple[bool, str | None]:
+        """One Watch stream, to its end: whether a Hello came, and why it ended, None where only news of
+        blocks was missed: the worker is there, and a new stream begins with all of its blocks."""
         call = pb_grpc.WorkerStub(link.channel).Watch(pb.WatchRequest())
+        greeted = False
         try:
             events = aiter(call)
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 event = await anext(events, pb.WatchEvent())
             if event.WhichOneof("kind") != "hello":
-                return "the first message was not a Hello; is this a Baton worker?"
-            if event.hello.role not in (Role.PREFILL, Role.DECODE):
-                return "its role is neither prefill nor decode; is this worker's version another?"
+                return greeted, "the first message was not a Hello; is this a Baton worker?"
             self._greet(address, link, event.hello)
+            greeted = True
             async for event in events:
-                if event.WhichOneof("kind") == "state":
-                    self.roster.state(address, event.state, self._clock())
-                    self._report(address, link)
-                elif event.WhichOneof("kind") == "kv" and not self.roster.kv(address, event.kv):
-                    logger.warning("worker.news_missed", address=address, incarnation=link.incarnation)
-                    return None
-            return "the worker ended the stream"
+                if not self._heard(address, link, event):
+                    return greeted, None
+            return greeted, "the worker ended the stream"
         except TimeoutError:
-            return f"no Hello within {HELLO_TIMEOUT_S:g} s"
+            return greeted, f"no Hello within {HELLO_TIMEOUT_S:g} s"
         except grpc.aio.AioRpcError as error:
-            return str(status.from_rpc(error, address))
+            return greeted, str(status.from_rpc(error, address))
+        except BatonError as error:
+            return greeted, error.message
         except Exception as error:
             self._count_fault("watch")
-            return reported(error).message
+            return greeted, reported(error).message
         finally:
             call.cancel()
 
+    def _heard(self, address: str, link: _Link, event: pb.WatchEvent) -> bool:
+        """Take over what a worker says after its first Hello; False when news of its blocks was missed."""
+        match event.WhichOneof("kind"):
+            case "hello":  # another role
+                self._greet(address, link, event.hello)
+                self._report(address, link)
+            case "state":
+                self.roster.state(address, event.state, self._clock())
+                self._report(address, link)
+            case "kv" if not self.roster.kv(address, event.kv):
+                logger.warning("worker.news_missed", address=address, incarnation=link.incarnation)
+                return False
+        return True
+
     def _greet(self, address: str, link: _Link, hello: pb.Hello) -> None:
+        if hello.role not in (Role.PREFILL, Role.DECODE):
+            raise Unavailable("its role is neither prefill nor decode; is this worker's version another?")
         self.roster.hello(address, hello, self._clock())
         link.incarnation, link.session.worker_id = hello.incarnation, hello.worker_id
         if hello.role == Role.DECODE:
             link.decoding.set()
+        else:
+            link.decoding.clear()
 
     async def _tick(self) -> None:
         """Silence is no event: look for it."""
@@ -182,7 +267,7 @@ class Fleet:
         if state is link.reported:
             return
         link.reported = state
-        line = logger.info if state is WorkerState.READY else logger.warning
+        line = logger.info if state in (WorkerState.READY, WorkerState.DUPLICATE) else logger.warning
         line(f"worker.{state.value}", worker=member.worker_id, address=address, reason=reason)
         if state is WorkerState.SILENT:
             link.session.abandon(f"decode worker {member.worker_id} does not answer: {reason}")

@@ -5,24 +5,26 @@ FastAPI's own refusals are translated by `refuse`; every error leaves through `s
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
-from collections.abc import Iterable, MutableMapping
-from secrets import compare_digest
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, NoReturn
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from core.errors import BatonError, NotFound, Overloaded, RequestError, Unauthorized
+from core.errors import BatonError, NotFound, RequestError, Unauthorized
 from services.router.bugs import reported
+from services.router.keys import ApiKey
 from services.router.metrics import RouterMetrics
 from services.router.parse import Receive
+from services.router.shutdown import cut_off
 from services.router.sse import Send
 
 MAX_REQUEST_ID_CHARS = 128
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/startup", "/live", "/health", "/ready"})
 """Probes have no key."""
 
 CLIENT_GONE_STATUS = "499"
@@ -48,8 +50,9 @@ async def refuse(request: Request, error: Exception) -> NoReturn:
 async def send_error(send: Send, error: BatonError) -> None:
     """The OpenAI envelope with its status."""
     headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Overloaded):
+    if error.retry_after_s is not None:
         headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
+        headers.append((b"retry-after-ms", str(math.ceil(error.retry_after_s * 1000)).encode()))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, MethodNotAllowed):
@@ -61,12 +64,24 @@ async def send_error(send: Send, error: BatonError) -> None:
 
 
 class Gate:
-    """ASGI middleware around the whole application. `routes`: the templates that metrics may name."""
+    """ASGI middleware around the whole application.
 
-    def __init__(self, app: Any, metrics: RouterMetrics, api_key: str, routes: Iterable[str]) -> None:
+    `authorize`: the key that an `Authorization` header holds, then in `scope["baton_key"]`; or Unauthorized.
+    `routes`: the templates that metrics may name. While `leaving`, connections end with their answer.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        metrics: RouterMetrics,
+        leaving: Callable[[], bool],
+        authorize: Callable[[bytes], ApiKey],
+        routes: Iterable[str],
+    ) -> None:
         self._app = app
+        self._leaving = leaving
         self._metrics = metrics
-        self._key = api_key.encode()
+        self._authorize = authorize
         self._routes = frozenset(routes)
         self._prefixes = {route.partition("{")[0]: route for route in self._routes if "{" in route}
 
@@ -81,31 +96,30 @@ class Gate:
         scope["baton_request_id"] = request_id
         status = CLIENT_GONE_STATUS
 
-        async def send_marked(message: Any) -> None:
+        def send_marked(message: Any) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
+                if self._leaving():
+                    message["headers"].append((b"connection", b"close"))
+            return send(message)
 
         try:
-            self._authorize(scope["path"], headers)
+            if scope["path"] not in OPEN_PATHS:
+                scope["baton_key"] = self._authorize(headers.get(b"authorization", b""))
             await self._app(scope, receive, send_marked)
         except BatonError as error:
             await send_error(send_marked, error)
+        except asyncio.CancelledError:
+            if status == CLIENT_GONE_STATUS:
+                await send_error(send_marked, cut_off())
         except Exception as error:
             bug = reported(error)
             if status == CLIENT_GONE_STATUS:
                 await send_error(send_marked, bug)
         finally:
             self._metrics.requests.labels(self._route(scope["path"]), status).inc()
-
-    def _authorize(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not self._key or path in OPEN_PATHS:
-            return
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not compare_digest(key, self._key):
-            raise Unauthorized("the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
     def _route(self, path: str) -> str:
         if path in self._routes:

@@ -4,46 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from core import log
 from core.errors import ConfigError
 from core.settings import Settings
 from services import discovery
-from services.router.app import create_app
+from services.router.app import create_admin_app, create_app
 from services.router.fleet import Fleet
+from services.router.https import HTTPS
 from services.router.router import Router
+from services.router.shutdown import end_on_signals
 from services.router.text import TextSide
+from wire.channel import Identity
 
 BACKLOG = 2048
+CLOSE_S = 1
+"""How long connections may take to close, once nothing runs any more."""
 
 logger = log.get("router")
 
 
 def run(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT, then finish what runs for `drain_timeout_s`; a second signal ends
-    it at once. Returns the exit status. Raises ConfigError for settings or files that cannot work."""
-    source = discovery.from_url(settings.discovery)
+    """Serve until SIGTERM or SIGINT, and end as `services.router.shutdown` says. Returns the exit status.
+
+    Raises ConfigError for settings or files that cannot work.
+    """
+    source = discovery.from_settings(settings)
+    https, identity = HTTPS(settings), Identity.of(settings)
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
+        _listen_for_admins(settings) as admin_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_serve(settings, source, listener))
+        return runner.run(_serve(settings, source, listener, admin_listener, https, identity))
 
 
-def listen(host: str, port: int) -> socket.socket:
+@contextlib.contextmanager
+def _listen_for_admins(settings: Settings) -> Iterator[socket.socket | None]:
+    if settings.admin_port is None:
+        yield None
+        return
+    with contextlib.closing(listen(settings.admin_host, settings.admin_port, "--admin-port")) as listener:
+        yield listener
+
+
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A listening socket. Raises ConfigError when the address cannot be had."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}"
         ) from None
     # Connections inherit it. Without it each small event may wait 40 ms for the last one's ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,33 +78,24 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(settings: Settings, source: discovery.Discovery, listener: socket.socket) -> int:
+async def _serve(
+    settings: Settings,
+    source: discovery.Discovery,
+    listener: socket.socket,
+    admin_listener: socket.socket | None,
+    https: HTTPS,
+    identity: Identity,
+) -> int:
     router = Router(settings)
-    server = _Server(
-        uvicorn.Config(
-            create_app(router),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-        )
-    )
-
-    def stop() -> None:
-        server.force_exit = router.draining
-        server.should_exit = router.draining = True
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    server = _make_server(create_app(router), https)
+    end_on_signals(router, server)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.reload_keys)
     host, port = listener.getsockname()[:2]
-    logger.info("router.listening", host=host, port=port)
-    work = asyncio.create_task(_work(router, source))
+    logger.info("router.listening", host=host, port=port, scheme=https.scheme)
+    work = asyncio.create_task(_work(router, source, https, identity))
     work.add_done_callback(lambda _: setattr(server, "should_exit", True))
-    await server.serve(sockets=[listener])
+    async with _serve_admins(router, admin_listener, https):
+        await server.serve(sockets=[listener])
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await work
@@ -92,14 +103,53 @@ async def _serve(settings: Settings, source: discovery.Discovery, listener: sock
     return 0
 
 
-async def _work(router: Router, source: discovery.Discovery) -> None:
+def _make_server(app: ASGIApp, https: HTTPS) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            https.protect(app),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=CLOSE_S,
+            **https.options(),
+        )
+    )
+
+
+@contextlib.asynccontextmanager
+async def _serve_admins(router: Router, listener: socket.socket | None, https: HTTPS) -> AsyncIterator[None]:
+    """The admin port, for as long as the other one is served."""
+    if listener is None:
+        yield
+        return
+    server = _make_server(create_admin_app(router), https)
+    host, port = listener.getsockname()[:2]
+    logger.info("router.admin_listening", host=host, port=port, scheme=https.scheme)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def _work(router: Router, source: discovery.Discovery, https: HTTPS, identity: Identity) -> None:
     """Everything beside HTTP. Ends only by being cancelled or by failing."""
     text = await asyncio.to_thread(TextSide, router.settings, router.metrics.count_fault)
     silence_s = router.settings.step_timeout_s
-    router.fleet = Fleet(source, text.tokenizer_digest, silence_s, router.metrics.count_fault)
+    router.fleet = Fleet(
+        source, text.tokenizer_digest, silence_s, router.metrics.count_fault, identity=identity
+    )
     router.text = text
     logger.info("router.loaded", model=text.name)
+    gc.collect()
+    gc.freeze()  # some 80,000 objects, there for good
+    following = [asyncio.create_task(https.follow()), asyncio.create_task(router.pace.follow())]
     try:
         await router.fleet.run()
     finally:
+        for task in following:
+            task.cancel()
         text.close()

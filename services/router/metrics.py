@@ -33,6 +33,15 @@ class RouterMetrics:
 
         self.requests = counter(names.REQUESTS, "HTTP requests answered", ("route", "status"))
         self.in_flight = Gauge(names.REQUESTS_IN_FLIGHT, "requests being answered", registry=registry)
+        self.queued = Gauge(names.REQUESTS_QUEUED, "requests that wait for room", registry=registry)
+        self.router_queue = Histogram(
+            names.ROUTER_QUEUE_SECONDS,
+            "seconds that admitted requests waited for room",
+            registry=registry,
+            buckets=names.TTFT_BUCKETS,
+        )
+        self.admissions = counter(names.ADMISSIONS, "requests admitted or told no", ("key", "decision"))
+        self.key_tokens = counter(names.KEY_TOKENS, "tokens of prompts and answers", ("key",))
         self.plans = counter(names.PLANS, "plans made", ("plan", "reason"))
         self.ttft = histogram(names.TTFT, "seconds from request to first token", names.TTFT_BUCKETS)
         self.itl = histogram(names.ITL, "seconds between tokens of a choice", names.ITL_BUCKETS)
@@ -41,7 +50,33 @@ class RouterMetrics:
         self.generation_tokens = counter(names.GENERATION_TOKENS, "tokens generated", model)
         self.finished = counter(names.FINISHED, "choices that finished", ("reason",))
         self.client_gone = counter(names.CLIENT_GONE, "clients that left before their answer's end")
+        self.resumes = counter(names.RESUMES, "prompts that went on at another worker", ("reason",))
+        self.resumes_denied = counter(names.RESUMES_DENIED, "prompts that could not go on", ("why",))
+        self.poisoned = counter(names.POISONED, "prompts that were given up since workers ended with them")
         self.faults = counter(names.FAULTS, "answers and streams that failed on our side", ("where",))
+        self.slo_requests = counter(
+            names.SLO_REQUESTS, "requests judged by their targets; all and met: goodput", ("target", "result")
+        )
+        self.slo_ratio = Histogram(
+            names.SLO_RATIO,
+            "measured / target: of the first token's time, of the mean time of each further one",
+            ("target",),
+            registry=registry,
+            buckets=names.SLO_RATIO_BUCKETS,
+        )
+        self.no_slo_requests = counter(names.NO_SLO_REQUESTS, "requests that had no target")
+        self.ttft_error = Histogram(
+            names.TTFT_ESTIMATE_ERROR,
+            "|predicted - real| / real time from the plan to the first token",
+            ("plan",),
+            registry=registry,
+            buckets=names.ESTIMATE_ERROR_BUCKETS,
+        )
+        self.ttft_bias = counter(
+            names.TTFT_ESTIMATE_BIAS,
+            "seconds by which first tokens came sooner (over) or later (under) than predicted",
+            ("plan", "direction"),
+        )
         self.registry.register(_FleetCollector(fleet))
         self.registry.register(
             _Aliases([self.ttft, self.itl, self.e2e, self.prompt_tokens, self.generation_tokens])

@@ -9,14 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from core.request import PlanKind
 from planning.plan import Forced, Reason
 from services.router.gate import OPEN_PATHS
 from services.router.parse import NO_EFFECT
-from services.router.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.router.record_json import RequestList, RequestRecord
+from services.router.records import DEFAULT_LISTED, MAX_LISTED
+from services.router.schemas import ChatBody, CompletionBody, DetokenizeBody, RoleBody, TokenizeBody
+from services.router.targets import ITL_HEADER, TTFT_HEADER
 
 JSON = dict[str, Any]
 SCHEMA_REF = "#/components/schemas/{model}"
@@ -36,12 +39,12 @@ class ErrorEnvelope(BaseModel):
 
 
 MODELS: tuple[type[BaseModel], ...] = (
-    *(CompletionBody, ChatBody, TokenizeBody, DetokenizeBody),
+    *(CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, RoleBody),
     ErrorEnvelope,
 )
 
 
-def _content(model: type[BaseModel]) -> JSON:
+def _content(model: type) -> JSON:
     return {"application/json": {"schema": {"$ref": SCHEMA_REF.format(model=model.__name__)}}}
 
 
@@ -60,6 +63,10 @@ NOT_READY: dict[int | str, JSON] = {
     }
 }
 
+BEGUN: dict[int | str, JSON] = {
+    202: {"description": "It has begun", "content": {"application/json": {"schema": {}}}}
+}
+
 GENERATED: dict[int | str, JSON] = {
     200: {
         "description": "The answer; with `stream` it comes as events, the last one `data: [DONE]`",
@@ -72,6 +79,7 @@ GENERATED: dict[int | str, JSON] = {
             "X-Baton-Reason": {"schema": {"enum": list(Reason)}},
             "X-Baton-Prefill": {"schema": {"type": "string"}},
             "X-Baton-Decode": {"schema": {"type": "string"}},
+            "X-Baton-Predicted-TTFT-MS": {"schema": {"type": "number"}},
         },
     }
 }
@@ -83,9 +91,30 @@ def takes(body: type[BaseModel]) -> JSON:
 
 
 def generates(body: type[BaseModel]) -> JSON:
-    """`takes`, and the header that forces a plan."""
+    """`takes`, and the headers that force a plan and set targets."""
     plan = {"name": "X-Baton-Plan", "in": "header", "schema": {"enum": list(Forced), "default": Forced.AUTO}}
-    return {**takes(body), "parameters": [plan]}
+    targets = [
+        {"name": name, "in": "header", "schema": {"type": "number", "minimum": 0}}
+        for name in (TTFT_HEADER, ITL_HEADER)
+    ]
+    return {**takes(body), "parameters": [plan, *targets]}
+
+
+def _json_answer(description: str, kind: type) -> dict[int | str, JSON]:
+    return {200: {"description": description, "content": _content(kind)}}
+
+
+RECORDS = _json_answer("The newest requests that the key may see", RequestList)
+RECORD = _json_answer("What was planned for a request, why, and what it took", RequestRecord)
+LIMITED: JSON = {
+    "parameters": [
+        {
+            "name": "limit",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": DEFAULT_LISTED},
+        }
+    ]
+}
 
 
 class DocumentedAPI(FastAPI):
@@ -105,7 +134,11 @@ class DocumentedAPI(FastAPI):
 
 def _schemas() -> JSON:
     _, found = models_json_schema([(model, "validation") for model in MODELS], ref_template=SCHEMA_REF)
-    schemas = found["$defs"]
+    _, values = TypeAdapter.json_schemas(
+        [(kind, "serialization", TypeAdapter(kind)) for kind in (RequestRecord, RequestList)],
+        ref_template=SCHEMA_REF,
+    )
+    schemas = found["$defs"] | values["$defs"]
     for body in (CompletionBody, ChatBody):
         schemas[body.__name__]["properties"] |= {
             name: {"enum": list(values), "description": "Not supported; these values ask for nothing"}

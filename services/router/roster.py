@@ -3,26 +3,29 @@
     connecting    no Hello yet
     ready         takes requests
     draining      finishes what it has
+    duplicate     the same worker as at an address that is used already
     incompatible  another model, tokenizer, block size ... than the fleet; `reason` names the field
     silent        connected, but its engine or its loop does not turn
     lost          was there, is gone; the connection is tried again
 
-No I/O and no clock of its own: every call that depends on time is told the time.
+No I/O and no clock of its own: every call that depends on time is told the time. What is asked for each
+request costs the same however many workers there are.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
+from itertools import islice
 
 from core.kv import Fingerprint
 from core.request import Role
-from planning.balance import credit_tokens, fade
-from planning.plan import FleetView, WorkerView
 from planning.prefix_index import Changes, PrefixIndex
-from wire import codec
+from planning.shortlist import Pool
+from planning.worker_view import FleetView, Sent
+from services.router.member import Member
 from wire.v1 import worker_pb2 as pb
 
 
@@ -30,74 +33,40 @@ class WorkerState(StrEnum):
     CONNECTING = "connecting"
     READY = "ready"
     DRAINING = "draining"
+    DUPLICATE = "duplicate"
     INCOMPATIBLE = "incompatible"
     SILENT = "silent"
     LOST = "lost"
 
 
-@dataclass(slots=True)
-class Member:
-    """One discovered address. `unseen`: sequences sent to it since its last State. `recent`: those sent to it
-    lately, over or not; it fades, see `planning.balance`."""
+GUESSED_SEATS = 64
+"""Of a worker that does not say how many sequences it runs at once."""
 
-    address: str
-    hello: pb.Hello | None = None
-    fingerprint: Fingerprint | None = None
-    state: pb.State | None = None
-    connected: bool = False
-    heard_at: float = 0.0
-    lost_reason: str = ""
-    unseen: int = 0
-    recent: float = 0.0
-    index: PrefixIndex = field(default_factory=PrefixIndex)
+MAX_HOLDERS = 4
+"""Workers of each role that are looked at because they hold a part of the prompt."""
 
-    @property
-    def worker_id(self) -> str:
-        return self.hello.worker_id if self.hello else self.address
-
-    @property
-    def role(self) -> str:
-        return self.hello.role if self.hello else ""
-
-    @property
-    def load(self) -> int:
-        """Sequences it has or is about to have."""
-        s = self.state
-        return self.unseen + (s.running + s.waiting + s.loading + s.held if s else 0)
-
-    def view(self) -> WorkerView:
-        assert self.hello is not None
-        assert self.fingerprint is not None
-        return WorkerView(
-            worker_id=self.hello.worker_id,
-            address=self.hello.address or self.address,
-            incarnation=self.hello.incarnation,
-            fingerprint=self.fingerprint,
-            total_blocks=self.hello.total_blocks,
-            load=self.load,
-            recent=self.recent,
-            token_s=self.state.prefill_token_s if self.state else 0.0,
-        )
-
-    def credit_tokens(self, keys: Sequence[int]) -> float:
-        """What it need not compute of a prompt whose full blocks have these `core.blocks.block_key`s."""
-        if self.state is None or self.fingerprint is None:
-            return 0.0
-        token_s = {tier.tier: tier.token_s for tier in self.state.tiers}
-        found = self.index.leading(keys)
-        return credit_tokens(found, self.fingerprint.block_size, token_s, self.state.prefill_token_s)
+MAX_ODD = 8
+"""Incompatible prefill workers that the planner is shown where no other one is ready."""
 
 
 class Roster:
     """All discovered workers. `tokenizer_digest` is the router's own: ids made here must mean the
     same there. `silence_s`: a worker that says or does nothing for longer is not used."""
 
-    def __init__(self, tokenizer_digest: str, silence_s: float) -> None:
+    def __init__(self, tokenizer_digest: str, silence_s: float, rng: random.Random | None = None) -> None:
         self._tokenizer_digest = tokenizer_digest
         self._silence_s = silence_s
+        self._rng = rng or random.Random()
         self.members: dict[str, Member] = {}
         self.reference: Fingerprint | None = None
         """What most connected decode workers have (of equals, the one discovered first)."""
+        self.index = PrefixIndex()
+        self._votes: Counter[Fingerprint] = Counter()
+        self._pools = {role: Pool(self._rng) for role in Role}
+        """The connected workers of each role, by address."""
+        self._places: dict[str, list[str]] = {}
+        """By incarnation, where it is connected. It is used, and counts, at the first of them only: a name
+        that has an IPv4 and an IPv6 address does not make two workers of one."""
 
     def add(self, address: str) -> None:
         """An address was discovered."""
@@ -105,60 +74,68 @@ class Roster:
 
     def remove(self, address: str) -> None:
         """An address is no longer discovered."""
+        self._leave(self.members[address])
         del self.members[address]
-        self._vote()
 
     def hello(self, address: str, hello: pb.Hello, now: float) -> None:
+        """A stream began, or the worker changed its role. News of its blocks begins with all of them."""
         member = self.members[address]
-        if member.connected and member.hello and member.hello.incarnation == hello.incarnation:
-            member.index, member.heard_at = PrefixIndex(), now  # only its blocks are told anew
-            return
-        member.hello, member.state = hello, None
-        member.fingerprint = codec.fingerprint_from_wire(hello.fingerprint)
-        member.connected, member.heard_at, member.unseen = True, now, 0
-        member.index = PrefixIndex()
-        self._vote()
-        others = [each.recent for each in self._pool(member.role) if each is not member]
-        member.recent = min(others, default=0.0)  # else a new worker would get all until it has caught up
+        before = member.hello.incarnation if member.connected and member.hello else None
+        if before != hello.incarnation:
+            self._leave(member)
+            self._places.setdefault(hello.incarnation, []).append(address)
+        member.greeted(hello, now)
+        if member.fingerprint == self.reference:
+            member.fingerprint = self.reference  # one object, quickly compared
+        self._judge(member)
 
     def state(self, address: str, state: pb.State, now: float) -> None:
         member = self.members[address]
-        member.state, member.heard_at, member.unseen = state, now, 0
+        member.heard(state, now)
+        self._list(member)
 
     def kv(self, address: str, events: pb.KvEvents) -> bool:
         """Take over what the worker says of its blocks; False when something before it was missed."""
         changes = [Changes(tier.tier, tier.stored, tier.evicted) for tier in events.tiers]
-        return self.members[address].index.apply(events.first, events.next, events.snapshot, changes)
+        return self.index.apply(address, events.first, events.next, events.snapshot, changes)
 
-    def assigned(self, incarnations: Collection[str], sequences: int) -> None:
-        """A request was sent to these workers; their next State counts it in their load."""
-        for role in Role:
-            pool = self._pool(role)
-            chosen = [m for m in pool if m.hello is not None and m.hello.incarnation in incarnations]
-            for member in pool if chosen else ():
-                member.recent *= fade(len(pool)) ** sequences
-            for member in chosen:
-                member.unseen += sequences
-                member.recent += sequences
+    def assigned(self, request_id: str, work: Mapping[str, Sent]) -> None:
+        """So much of a request was sent to each of these workers, by incarnation; their States will count it."""
+        sent = [(self.at(incarnation), each) for incarnation, each in work.items()]
+        for role, pool in self._pools.items():
+            chosen = {m.address: (m, each) for m, each in sent if m is not None and m.role == role}
+            if chosen:
+                pool.sent({address: each.sequences for address, (_, each) in chosen.items()})
+            for member, each in chosen.values():
+                member.sent(request_id, each)
+                self._list(member)
 
-    def credits(self, keys: Sequence[int]) -> dict[str, float]:
-        """By incarnation, what each worker need not compute of a prompt with these blocks."""
-        return {
-            member.hello.incarnation: member.credit_tokens(keys)
-            for member in self.members.values()
-            if member.connected and member.hello is not None
-        }
+    def ended(self, request_id: str, work: Mapping[str, Sent]) -> None:
+        """So much of what each of these workers was sent is over."""
+        for incarnation, each in work.items():
+            member = self.at(incarnation)
+            if member is not None:
+                member.ended(request_id, each)
+                self._list(member)
 
-    def _pool(self, role: str) -> list[Member]:
-        return [member for member in self.members.values() if member.connected and member.role == role]
+    def answered(self, incarnation: str, way_s: float) -> None:
+        """See `Member.answered`."""
+        member = self.at(incarnation)
+        if member is not None:
+            member.answered(way_s)
 
     def lost(self, address: str, reason: str) -> bool:
         """The stream ended. Returns whether there was one, i.e. whether something was lost."""
         member = self.members[address]
-        was_connected, member.connected = member.connected, False
-        member.lost_reason, member.unseen = reason, 0
-        self._vote()
+        was_connected = member.connected
+        self._leave(member)
+        member.lost_reason = reason
         return was_connected
+
+    def at(self, incarnation: str) -> Member | None:
+        """The connected worker of this incarnation, at the address where it is used."""
+        places = self._places.get(incarnation)
+        return self.members[places[0]] if places else None
 
     def status(self, member: Member, now: float) -> tuple[WorkerState, str]:
         """The state of a worker, and the reason when it is not ready."""
@@ -166,29 +143,130 @@ class Roster:
             return WorkerState.CONNECTING, member.lost_reason
         if not member.connected:
             return WorkerState.LOST, member.lost_reason
-        mismatch = self._mismatch(member)
-        if mismatch:
-            return WorkerState.INCOMPATIBLE, mismatch
+        if member.mismatch:
+            return WorkerState.INCOMPATIBLE, member.mismatch
         if member.state is None:
             return WorkerState.CONNECTING, "no State yet"
         silence = self._silence(member, member.state, now)
         if silence:
             return WorkerState.SILENT, silence
+        if not self._used(member):
+            return WorkerState.DUPLICATE, f"it is used at {self._places[member.hello.incarnation][0]}"
         if member.state.phase != "ready":
             return WorkerState.DRAINING, f"its phase is {member.state.phase}"
         return WorkerState.READY, ""
 
-    def fleet_view(self, now: float) -> FleetView:
-        """The workers that take requests now. Prefill workers whose fingerprint differs are in it: the
-        planner names them as the reason why nothing is handed off."""
-        decode, prefill = [], []
-        for member in self.members.values():
-            state, _ = self.status(member, now)
-            if member.role == Role.DECODE and state is WorkerState.READY:
-                decode.append(member.view())
-            elif member.role == Role.PREFILL and state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
-                prefill.append(member.view())
-        return FleetView(tuple(decode), tuple(prefill))
+    def fleet_view(
+        self,
+        now: float,
+        keys: Sequence[int] = (),
+        num_tokens: int = 0,
+        num_prefill_tokens: int = 0,
+        without: Collection[str] = (),
+    ) -> FleetView:
+        """Workers that take requests now, and what they hold of a prompt with these blocks
+        (`core.blocks.block_key`): all of few, of many those that are worth a look.
+
+        `num_tokens`, `num_prefill_tokens`: that a decode worker, and a prefill worker, has to hold.
+        `without`: incarnations to leave out. Where no prefill worker is ready, those whose fingerprint
+        differs are in it: the planner names them as the reason why nothing is handed off.
+        """
+        out = {member.address for each in without if (member := self.at(each)) is not None}
+        holders = self._holders(keys)
+        needs = {Role.DECODE: num_tokens, Role.PREFILL: num_prefill_tokens}
+        since = now - self._silence_s
+        picked = {
+            role: [self.members[name] for name in pool.pick(since, needs[role], holders[role], out)]
+            for role, pool in self._pools.items()
+        }
+        decode, prefill = picked[Role.DECODE], picked[Role.PREFILL] or self._odd()
+        found, recent = {}, {}
+        for member in (*decode, *prefill):
+            incarnation = member.view().incarnation
+            recent[incarnation] = self._pools[Role(member.role)].recent(member.address)
+            if keys and (held := self.index.leading(member.address, keys)):
+                found[incarnation] = held
+        return FleetView(
+            tuple(member.view() for member in decode),
+            tuple(member.view() for member in prefill),
+            found,
+            recent,
+            now,
+        )
+
+    def own(self, incarnation: str, sequences: int) -> None:
+        """This router has so many on that decode worker; ignored where it is gone, or decodes no more."""
+        member = self.at(incarnation)
+        if member is not None and member.address in self._pools[Role.DECODE]:
+            self._pools[Role.DECODE].own(member.address, sequences)
+
+    def seats(self, now: float) -> tuple[int, int]:
+        """Of the decode workers that take requests now: sequences that they run at once, and those that they
+        have or are about to have."""
+        return self._pools[Role.DECODE].seats(now - self._silence_s)
+
+    def _holders(self, keys: Sequence[int]) -> dict[Role, list[str]]:
+        holders: dict[Role, list[str]] = {role: [] for role in Role}
+        for name in self.index.holders(keys, MAX_HOLDERS, self._rng) if keys else ():
+            for role, pool in self._pools.items():
+                if name in pool and len(holders[role]) < MAX_HOLDERS:
+                    holders[role].append(name)
+            if all(len(names) == MAX_HOLDERS for names in holders.values()):
+                break
+        return holders
+
+    def _odd(self) -> list[Member]:
+        members = (self.members[name] for name in self._pools[Role.PREFILL])
+        return list(islice((member for member in members if member.mismatch), MAX_ODD))
+
+    def _leave(self, member: Member) -> None:
+        """Its life at its address is over, or another one's begins there. Idempotent."""
+        member.left()
+        self.index.forget(member.address)
+        if member.hello is None:
+            return
+        places = self._places.get(member.hello.incarnation, [])
+        if member.address in places:
+            places.remove(member.address)
+            if not places:
+                del self._places[member.hello.incarnation]
+        self._judge(member)
+        if places:
+            self._judge(self.members[places[0]])
+
+    def _used(self, member: Member) -> bool:
+        """Connected, and not a further address of a worker that is."""
+        if not member.connected or member.hello is None:
+            return False
+        return self._places[member.hello.incarnation][0] == member.address
+
+    def _judge(self, member: Member) -> None:
+        """After every change of who it is, or whether it is used."""
+        fits = self._used(member) and member.role == Role.DECODE and member.fingerprint is not None
+        vote = member.fingerprint if fits else None
+        if vote is not None and vote.tokenizer_digest != self._tokenizer_digest:
+            vote = None
+        before, member.vote = member.vote, vote
+        if before != vote and self._count(before, vote):
+            for each in self.members.values():
+                each.mismatch = self._mismatch(each)
+                self._list(each)
+        else:
+            member.mismatch = self._mismatch(member)
+            self._list(member)
+
+    def _list(self, member: Member) -> None:
+        """Its row in the pool of its role is up to date."""
+        for role, pool in self._pools.items():
+            if not self._used(member) or member.role != role:
+                pool.leave(member.address)
+                continue
+            assert member.hello is not None
+            if member.address not in pool:
+                pool.join(member.address, member.view().max_tokens)
+            ready = self.status(member, member.heard_at)[0] is WorkerState.READY
+            seats = member.hello.max_num_seqs or GUESSED_SEATS
+            pool.update(member.address, member.busy_s, member.heard_at, ready, seats, member.load)
 
     def _silence(self, member: Member, state: pb.State, now: float) -> str:
         unheard = now - member.heard_at
@@ -200,23 +278,29 @@ class Roster:
 
     def _mismatch(self, member: Member) -> str:
         ours = member.fingerprint
-        assert ours is not None
+        if ours is None:
+            return ""
         if ours.tokenizer_digest != self._tokenizer_digest:
             return "tokenizer_digest differs from the router's; start both with the same model"
+        if ours is self.reference:
+            return ""
         difference = self.reference.difference(ours) if self.reference else None
         if difference is None:
             return ""
         name, theirs, its = difference
         return f"{name} is {its!r}, the decode workers have {theirs!r}; start all with the same {name}"
 
-    def _vote(self) -> None:
-        """Find the reference anew, after every change of who is connected."""
-        votes = Counter(
-            member.fingerprint
-            for member in self.members.values()
-            if member.connected
-            and member.role == Role.DECODE
-            and member.fingerprint is not None
-            and member.fingerprint.tokenizer_digest == self._tokenizer_digest
-        )
-        self.reference = votes.most_common(1)[0][0] if votes else None
+    def _count(self, before: Fingerprint | None, vote: Fingerprint | None) -> bool:
+        """Take a changed vote over. Returns whether the reference is another one."""
+        if before is not None:
+            self._votes[before] -= 1
+        if vote is not None:
+            self._votes[vote] += 1
+        self._votes = +self._votes
+        most = max(self._votes.values(), default=0)
+        best = [each for each, count in self._votes.items() if count == most]
+        if len(best) > 1:
+            best = [member.vote for member in self.members.values() if member.vote in best]
+        reference = best[0] if best else None
+        changed, self.reference = reference != self.reference, reference
+        return changed

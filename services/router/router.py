@@ -1,32 +1,54 @@
-"""What the routes share: settings, the text side, the fleet, the bound on concurrent requests."""
+"""What the routes share: settings, keys, the text side, the fleet, admission."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from core.errors import ModelNotFound, Overloaded, Unavailable
+from core import log
+from core.errors import ConfigError, ModelNotFound, Unavailable
 from core.settings import Settings
+from planning.fair_queue import Share
+from planning.retry_budget import RetryBudget
+from services.router.admission import Admission, Visit
 from services.router.fleet import Fleet
+from services.router.keys import load_keys
 from services.router.metrics import RouterMetrics
+from services.router.pace import Pace
+from services.router.records import Records
 from services.router.roster import WorkerState
 from services.router.text import TextSide
+
+logger = log.get("router")
 
 
 class Router:
     """One router process. `text` and `fleet` are there once the model's files have been read."""
 
     def __init__(self, settings: Settings, rng: random.Random | None = None) -> None:
+        """Raises ConfigError for keys that cannot be read."""
         self.settings = settings
-        self.rng = rng or random.SystemRandom()
+        self.rng = rng or random.Random()
         self.text: TextSide | None = None
         self.fleet: Fleet | None = None
-        self.draining = False
+        self.leaving = False  # not ready any more
+        self.draining = False  # takes no requests any more
         self.metrics = RouterMetrics(lambda: self.fleet)
+        self.records = Records(settings.request_record_bytes)
+        self.retries = RetryBudget()
+        self.pace = Pace()
         self.created = int(time.time())
-        self._in_flight = 0
+        self.keys = load_keys(settings)
+        self.admission = Admission(settings, self.metrics, lambda: self.fleet)
+
+    def reload_keys(self) -> None:
+        """Read the keys again; they stay as they are where that fails."""
+        try:
+            self.keys = load_keys(self.settings)
+            logger.info("router.keys_read")
+        except ConfigError as error:
+            logger.error("router.keys_unchanged", reason=error.message)
 
     def serving(self) -> tuple[TextSide, Fleet]:
         """Raises Unavailable while the model's files are being read."""
@@ -42,21 +64,11 @@ class Router:
                 f"the model `{name[:100]}` is not served here; this server has `{text.name}`", param="model"
             )
 
-    @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Hold one of the places for requests. Raises Overloaded when all are taken."""
-        limit = self.settings.max_concurrent_requests
-        if self._in_flight >= limit:
-            raise Overloaded(f"{limit} requests are being answered already; try again in a second")
+    def admit(self, share: Share) -> AbstractContextManager[Visit]:
+        """One request of an API key. Raises Unavailable at the end of the router, Overloaded on entering."""
         if self.draining:
             raise Unavailable("this router is shutting down; ask another one")
-        self._in_flight += 1
-        self.metrics.in_flight.set(self._in_flight)
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            self.metrics.in_flight.set(self._in_flight)
+        return self.admission.visit(share)
 
     def max_model_len(self) -> int:
         """The longest prompt + answer in tokens: the decode workers' limit, or the model's own."""
@@ -72,11 +84,11 @@ class Router:
             f"{member.role or 'worker'} {member.worker_id} is {state.value}"
             + (f": {reason}" if state is WorkerState.INCOMPATIBLE else "")  # others may name addresses
             for member, state, reason in self.fleet.workers()
-            if state is not WorkerState.READY
+            if state not in (WorkerState.READY, WorkerState.DUPLICATE)
         ]
         can_decode = bool(self.fleet.view().decode)
         if not can_decode:
             problems.insert(0, "no decode worker is ready")
-        if self.draining:
+        if self.leaving:
             problems.insert(0, "the router is shutting down")
-        return can_decode and not self.draining, problems
+        return can_decode and not self.leaving, problems

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from planning.fair_queue import MAX_PRIORITY, MIN_PRIORITY
+
 MAX_CHOICES = 64
 MAX_PROMPTS = 128
 MAX_SEQUENCES = 512
@@ -173,6 +175,7 @@ class GenerationBody(Body):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = []
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] = ""
     return_token_ids: bool = False
     user: str | None = None
@@ -277,6 +280,12 @@ class ChatBody(GenerationBody):
     @property
     def prompt_param(self) -> str:
         return "messages"
+
+
+class RoleBody(Body):
+    """`POST /v1/cluster/workers/{id}/role`."""
+
+    role: Literal["prefill", "decode"]
 
 
 class TokenizeBody(Body):

@@ -4,8 +4,9 @@
                                          '-- Session RPC --'
 
 When the stream ends, also because a message could not be understood or written, every request on it
-is lost (WorkerLost) and a new stream is opened. Nobody waits for anybody: the reader never blocks on
-a slow client, whose full inbox ends its request.
+is lost and a new stream is opened. A request that a session has lost, failed or forgotten gets nothing
+more from it, whatever still comes. Nobody waits for anybody: the reader never blocks on a slow client,
+whose full inbox ends its request.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import grpc
@@ -20,6 +22,7 @@ import grpc
 from core import log
 from core.errors import BatonError, Overloaded, PeerLost, Unavailable, WorkerLost
 from core.request import Request, TokenDelta
+from planning.recovery import Cause, cause_of
 from services.router.bugs import reported
 from wire import codec, status
 from wire.v1 import generation_pb2 as gen
@@ -34,44 +37,66 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 logger = log.get("router.session")
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """No more deltas come for this request from the worker that it was sent to. `cause`: None where another
+    worker would say the same."""
+
+    request_id: str
+    error: BatonError
+    cause: Cause | None
+
+
 class Inbox:
-    """Deltas on their way from sessions to the one task that reads them; bounded, never blocks the
-    writer. What arrived before a failure is read before it."""
+    """Deltas, and ends of tries, on their way from sessions to the one task that reads them, in order;
+    bounded, never blocks the writer. What arrived before a failure is read before it."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        self._deltas: deque[TokenDelta] = deque()
+        self._items: list[TokenDelta | Lost] = []
         self._error: Exception | None = None
-        self._wake = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> bool:
         """False: the reader is too far behind, nothing was put. After a failure nothing is taken."""
         if self._error is not None:
             return True
-        if len(self._deltas) >= self._bound:
+        if len(self._items) >= self._bound:
             return False
-        self._deltas.append(delta)
-        self._wake.set()
+        self._items.append(delta)
+        self._wake()
         return True
 
+    def lose(self, lost: Lost) -> None:
+        """A try is over. Beyond the bound, since each of the reader's requests has one try at a time."""
+        if self._error is None:
+            self._items.append(lost)
+            self._wake()
+
     def fail(self, error: Exception, *, at_once: bool = False) -> None:
-        """No more deltas will come. The first error stands; `at_once` drops what was not read."""
+        """Nothing more will come. The first error stands; `at_once` drops what was not read."""
         self._error = self._error or error
         if at_once:
-            self._deltas.clear()
-        self._wake.set()
+            self._items.clear()
+        self._wake()
 
-    async def get(self) -> list[TokenDelta]:
-        """All deltas that have arrived, at least one. Raises the error once they are read."""
-        await self._wake.wait()
-        if not self._deltas:
+    async def get(self, timeout_s: float | None = None) -> list[TokenDelta | Lost]:
+        """All that has arrived, at least one; [] after `timeout_s`. Raises the error once that was read."""
+        if not (self._items or self._error):
+            self._reader = asyncio.get_running_loop().create_future()
+            if timeout_s is None:
+                await self._reader
+            elif not (await asyncio.wait([self._reader], timeout=timeout_s))[0]:
+                return []
+        if not self._items:
             assert self._error is not None
             raise self._error
-        deltas = list(self._deltas)
-        self._deltas.clear()
-        if self._error is None:
-            self._wake.clear()
-        return deltas
+        items, self._items = self._items, []
+        return items
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class Session:
@@ -116,45 +141,46 @@ class Session:
         self._inboxes.pop(request_id, None)
 
     def abandon(self, reason: str) -> None:
-        """The worker answers no more: cancel its requests there and fail them here."""
+        """The worker answers no more: its requests are lost here, and cancelled there if it ever goes on."""
         for request_id, inbox in list(self._inboxes.items()):
             self.cancel(request_id)
-            inbox.fail(WorkerLost(reason))
+            inbox.lose(Lost(request_id, WorkerLost(reason), Cause.SILENT))
 
     async def run(self, reachable: asyncio.Event) -> None:
         """Keep the stream open whenever the worker is `reachable`, until cancelled."""
         retry_s = FIRST_RETRY_S
         while True:
             await reachable.wait()
-            self.up = True
+            self.up, cause = True, Cause.LEFT  # also where nobody looks for its address any more
             try:
-                reason = await self._stream()
+                ended = await self._stream()
+                cause = Cause.LEFT if isinstance(ended, (Unavailable, Overloaded)) else Cause.DIED
             finally:
                 self.up = False
-                self._drop_all()
-            logger.warning("session.lost", worker=self.worker_id, reason=reason)
+                self._drop_all(cause)
+            logger.warning("session.lost", worker=self.worker_id, reason=ended.message)
             retry_s = FIRST_RETRY_S if self._heard else min(2 * retry_s, LONGEST_RETRY_S)
             await asyncio.sleep(retry_s)
 
-    async def _stream(self) -> str:
-        """One stream, to its end; returns why it ended."""
+    async def _stream(self) -> BatonError:
+        """One stream, to its end; returns why it ended: Unavailable, Overloaded where the worker chose it."""
         call = self._stub.Session()
-        self._heard, reason = False, "the stream was closed"
+        self._heard, ended = False, PeerLost("the stream was closed")
         try:
             async with asyncio.TaskGroup() as ends:
                 ends.create_task(self._read(call))
                 ends.create_task(self._write(call))
         except* Exception as errors:
-            reason = self._reason(errors.exceptions[0])
+            ended = self._known(errors.exceptions[0])
         finally:
             call.cancel()
-        return reason
+        return ended
 
-    def _reason(self, error: BaseException) -> str:
+    def _known(self, error: BaseException) -> BatonError:
         if isinstance(error, BatonError):
-            return error.message
+            return error
         self._count_fault("session")
-        return reported(error).message
+        return reported(error)
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
         """Raises what ended the stream."""
@@ -164,12 +190,12 @@ class Session:
                 self._dispatch(reply)
         except grpc.aio.AioRpcError as error:
             raise status.from_rpc(error, self.worker_id) from None
-        raise PeerLost("the worker ended the stream")
+        raise Unavailable("the worker ended the stream")
 
-    def _drop_all(self) -> None:
+    def _drop_all(self, cause: Cause) -> None:
         lost = WorkerLost(f"decode worker {self.worker_id} was lost while it held the request; send it again")
-        for inbox in self._inboxes.values():
-            inbox.fail(lost)
+        for request_id, inbox in self._inboxes.items():
+            inbox.lose(Lost(request_id, lost, cause))
         self._inboxes.clear()
         self._unsent.clear()
         self._cancels.clear()
@@ -202,4 +228,5 @@ class Session:
         for failure in reply.failures:
             inbox = self._inboxes.pop(failure.request_id, None)
             if inbox is not None:
-                inbox.fail(status.rebuild(failure.code, failure.message, failure.param or None))
+                error = status.rebuild(failure.code, failure.message, failure.param or None)
+                inbox.lose(Lost(failure.request_id, error, cause_of(error)))

@@ -11,18 +11,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
+import orjson
+
 from checkpoint.tokenizer import Tokenizer
 from services.router.choice import Piece, Token
-from services.router.generation import Part
 from services.router.logprobs import chat_logprobs, completion_logprobs, prompt_tokens
+from services.router.part import Part
 from services.router.schemas import ChatBody, CompletionBody, GenerationBody
+from services.router.sse import event
 
 JSON = dict[str, Any]
+CUT = "\ufdd0"
+"""A Unicode noncharacter, which stands nowhere else in an event."""
 B = TypeVar("B", bound=GenerationBody)
 
 
 class Shape(ABC, Generic[B]):
-    """Turns pieces into JSON values. Knows which choices it has opened."""
+    """Turns pieces into JSON. Knows which choices it has opened."""
 
     id_prefix: str
     object_name: str
@@ -31,24 +36,32 @@ class Shape(ABC, Generic[B]):
     def __init__(self, body: B, tokenizer: Tokenizer, model: str, generation_id: str) -> None:
         self._body = body
         self._tokenizer = tokenizer
-        self._opened: set[int] = set()
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # of the choices that are open
         self._head = {"id": f"{self.id_prefix}-{generation_id}", "created": int(time.time()), "model": model}
+        self._only_text = body.num_logprobs is None and not body.return_token_ids
 
-    def chunks(self, pieces: Iterable[tuple[Part, Piece]]) -> list[JSON]:
+    def events(self, pieces: Iterable[tuple[Part, Piece]]) -> bytes:
         """The stream events for what became certain; none for nothing."""
-        events: list[JSON] = []
+        data = b""
         for part, piece in pieces:
-            opening = piece.index not in self._opened
-            if opening:
-                self._opened.add(piece.index)
-                events += self._opening(part, piece)
-            if piece.text or piece.token_ids or piece.finish_reason:
-                events.append(self._chunk([self._delta(piece)]))
-        return events
+            if piece.index not in self._frames:
+                self._frames[piece.index] = self._frame(piece.index)
+                data += b"".join(map(event, self._opening(part, piece)))
+            if self._only_text and piece.text and piece.finish_reason is None:
+                before, after = self._frames[piece.index]
+                data += before + orjson.dumps(piece.text) + after
+            elif piece.text or piece.token_ids or piece.finish_reason:
+                data += event(self._chunk([self._delta(piece)]))
+        return data
 
-    def usage_chunk(self, usage: JSON) -> JSON:
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in a choice's events that have nothing but text."""
+        before, _, after = event(self._chunk([self._delta(Piece(index, CUT))])).partition(orjson.dumps(CUT))
+        return before, after
+
+    def usage_event(self, usage: JSON) -> bytes:
         """The one extra event before [DONE] that `include_usage` asks for."""
-        return {**self._chunk([]), "usage": usage}
+        return event({**self._chunk([]), "usage": usage})
 
     def whole(self, answers: Iterable[tuple[Part, Piece]], usage: JSON) -> JSON:
         """The answer of a request without stream; one merged piece a choice, in order."""
@@ -133,7 +146,7 @@ class ChatShape(Shape[ChatBody]):
     def _opening(self, part: Part, piece: Piece) -> list[JSON]:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        first = len(self._opened) == 1
+        first = len(self._frames) == 1
         return [self._chunk([choice]) | (self._beside(part) if first else {})]
 
     def _delta(self, piece: Piece) -> JSON:

@@ -5,19 +5,28 @@ Docstrings of the handlers are their descriptions in the OpenAPI document.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
 from fastapi import Request, Response
 
-from core.errors import ModelNotFound
+from core.errors import InvalidParameter, ModelNotFound, NotFound
 from services.router.cluster import describe
-from services.router.parse import check_token_ids, parse, read_body
+from services.router.keys import ApiKey
+from services.router.parse import read_body
+from services.router.records import DEFAULT_LISTED, MAX_LISTED
 from services.router.router import Router
 from services.router.schemas import DetokenizeBody, TokenizeBody
 from services.version import VERSION
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+
+def _whose(request: Request) -> str | None:
+    """Whose requests are shown: those of the API key, None = everybody's, to an admin key."""
+    key: ApiKey = request.scope["baton_key"]
+    return None if key.admin else key.name
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -56,7 +65,7 @@ class SmallRoutes:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt, or of messages as the chat template renders them."""
         text, _fleet = self._router.serving()
-        body = parse(await self._body(request), TokenizeBody)
+        body = await text.read(await self._body(request), TokenizeBody)
         self._router.check_model(body.model)
         tokens = await text.tokenize(body)
         return _json({"count": len(tokens), "max_model_len": self._router.max_model_len(), "tokens": tokens})
@@ -64,17 +73,21 @@ class SmallRoutes:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, control tokens included."""
         text, _fleet = self._router.serving()
-        body = parse(await self._body(request), DetokenizeBody)
+        body = await text.read(await self._body(request), DetokenizeBody)
         self._router.check_model(body.model)
-        check_token_ids(body.tokens, text.vocab_size, "tokens")
-        return _json({"prompt": text.tokenizer.decode(body.tokens, skip_special=False)})
+        return _json({"prompt": await text.detokenize(body)})
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request.scope, request.receive, self._router.settings.max_body_bytes)
 
     async def health(self) -> Response:
-        """200 while the process lives. Needs no key."""
-        return _json({"status": "alive"})
+        """200 while the process lives: this loop turns. Needs no key."""
+        return _json({"status": "draining" if self._router.leaving else "alive"})
+
+    async def startup(self) -> Response:
+        """200 once the model's tokenizer is loaded, before that 503. Needs no key."""
+        loaded = self._router.text is not None
+        return _json({"status": "started" if loaded else "loading"}, 200 if loaded else 503)
 
     async def ready(self) -> Response:
         """200 when a request could be answered now, else 503; both say what is wrong with anything.
@@ -86,6 +99,25 @@ class SmallRoutes:
             for member, state, _reason in (fleet.workers() if fleet else ())
         ]
         return _json({"ready": ready, "problems": problems, "workers": workers}, 200 if ready else 503)
+
+    async def requests(self, request: Request) -> Response:
+        """The newest requests, running ones first, without their prompts and answers. A key sees its own, an
+        admin key everybody's."""
+        limit = request.query_params.get("limit", str(DEFAULT_LISTED))
+        if not re.fullmatch("[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_LISTED:
+            raise InvalidParameter(f"limit should be an integer from 1 to {MAX_LISTED}", param="limit")
+        return _json(self._router.records.newest(int(limit), _whose(request)))
+
+    async def request_record(self, request: Request, id: str) -> Response:
+        """One request by its id, the id of its answer or its `X-Request-Id`: what was planned for it and why,
+        what every candidate was expected to take, and what it really took."""
+        record = self._router.records.find(id, _whose(request))
+        if record is None:
+            raise NotFound(
+                "this router remembers no such request of yours; it keeps the last ones only "
+                "(--request-record-bytes) and forgets them when it restarts, /v1/requests lists them"
+            )
+        return Response(record, media_type="application/json")
 
     async def version(self) -> Response:
         """Baton's version."""

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import torch
 
@@ -18,7 +18,7 @@ from core.errors import ConfigError
 from core.kv import Fingerprint, KVLayout, parse_layers
 from core.settings import Settings
 from engine.block_pool import BlockPool
-from engine.device import resolve_device
+from engine.device import rank_device, resolve_device
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler
 from engine.kernels.select import select_device_kernels, select_kernels
@@ -28,11 +28,10 @@ from engine.models.dtype import resolve_dtype
 from engine.models.llama import Llama
 from engine.models.registry import model_class
 from engine.models.shard import rank_config, rank_weights
-from engine.models.weights import load_weights
+from engine.models.weights import load_weights, on_device
 from engine.scheduler import Scheduler
 from engine.step import Limits
 from kvtransfer.ranks import Ranks
-from kvtransfer.region import Region
 from kvtransfer.slices import rank_layout
 from kvtransfer.tier_stack import TierStack
 from planning import capacity
@@ -41,7 +40,7 @@ from services.worker.footprint import Footprint, announce, other_nbytes
 from services.worker.kv_events import KVEventLog
 from services.worker.pool import TOKEN_BUDGET, Pool, make_pool
 from services.worker.ranks import RankProcesses
-from services.worker.tiers import WorkerStore, make_stack
+from services.worker.tiers import WorkerStore, make_stack, tier_pool
 from services.worker.transports import transports
 
 _log = log.get("worker")
@@ -57,7 +56,7 @@ class Built:
     incarnation: str
     config: ModelConfig
     fingerprint: Fingerprint
-    region: Region
+    limits: Limits
     stack: TierStack | None
     loop: EngineLoop
     grammars: GrammarCompiler
@@ -70,6 +69,11 @@ class Built:
     def failed(self) -> bool:
         """The engine broke or a rank is gone: only a new process helps."""
         return self.loop.failed or bool(self.processes and self.processes.lost)
+
+    def prompt_token_s(self) -> float:
+        """Seconds in which a prompt token is computed, of a prompt that fills a step."""
+        per_step = self.limits.max_num_batched_tokens
+        return self.loop.stats.prefill_model.prompt_seconds(per_step, 0, per_step) / per_step
 
     def close(self) -> None:
         """Ends the process when the engine does not end its step: its thread writes into the regions."""
@@ -103,7 +107,9 @@ def build(
     offered = transports(settings, worker_id, device.type)
     degree = settings.tensor_parallel_size
     # They load beside us, and end when this process does or nobody holds `processes` any more.
-    processes = RankProcesses(settings, layout, job.dtype, job.max_model_len) if degree > 1 else None
+    processes = None
+    if degree > 1:
+        processes = RankProcesses(settings, layout, job.dtype, job.max_model_len, device)
     model, weights_nbytes = _load(settings, job, processes, progress)
     limits = Limits(
         settings.block_size,
@@ -115,13 +121,13 @@ def build(
     )
     progress("measuring and warming up", 0.0)
     pool = make_pool(settings, model, layout, limits, device, incarnation, job.num_blocks, processes)
-    region = pool.regions[0]
     fingerprint = _fingerprint(checkpoint, layout, job.max_model_len)
-    stack = make_stack(settings, region, fingerprint, job.dtype, events)
-    store = WorkerStore(region, stack, events, parks=settings.host_cache_bytes > 0)
+    tiered = partial(tier_pool, layout, pool.regions, model.kernels)
+    stack = make_stack(settings, tiered, fingerprint, job.dtype, events)
+    store = WorkerStore(stack, events, parks=settings.host_cache_bytes > 0)
     blocks = BlockPool(pool.num_blocks, caching=settings.enable_prefix_caching, on_evict=store.evicted)
-    scheduler = Scheduler(blocks, limits, fingerprint.namespace, store=store)
-    ranks = Ranks(layout, pool.regions, offered)
+    scheduler = Scheduler(blocks, limits, fingerprint.namespace, store=store, times=pool.times)
+    ranks = Ranks(layout, pool.regions, offered, model.kernels)
     offers = ranks.offers()
     footprint = _footprint(settings, job, pool, processes, weights_nbytes, started)
     announce(footprint, checkpoint.name)
@@ -129,7 +135,7 @@ def build(
         incarnation,
         config,
         fingerprint,
-        region,
+        limits,
         stack,
         EngineLoop(Engine(scheduler, pool.runner, emit)),
         GrammarCompiler(checkpoint.load_tokenizer, config.vocab_size, config.eos_token_ids),
@@ -164,7 +170,7 @@ def _read(settings: Settings) -> _Job:
     checkpoint = open_checkpoint(settings.model)
     config = checkpoint.config
     max_model_len = _max_model_len(config, settings)
-    device = resolve_device(settings.device)
+    device = rank_device(resolve_device(settings.device), 0, settings.tensor_parallel_size)
     dtype, reason = resolve_dtype(settings.dtype, device.type)
     layout = _layout(config, settings, dtype)
     check_settings(settings, layout, device)
@@ -192,17 +198,17 @@ def _load(
     )
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     progress("building the model", 0.0)
+    if processes:
+        weights = rank_weights(job.config, weights, settings.tensor_parallel_size, 0)
     if job.device.type == "cuda":
-        plain = cast(dict[str, torch.Tensor], weights)  # int8 was refused
-        weights = {name: tensor.to(job.device) for name, tensor in plain.items()}
-        kernels = select_device_kernels(job.config, job.layout, job.dtype, settings.deterministic)
+        weights = on_device(weights, job.device)
+        kernels = select_device_kernels(job.part, job.part_layout, job.dtype, settings.deterministic)
     else:
         kernels = select_kernels(job.part, job.part_layout, cache_dir, settings.deterministic)
     group = None
     if processes:
         progress("waiting for the other ranks", 0.0)
         group = processes.join()
-        weights = rank_weights(job.config, weights, settings.tensor_parallel_size, 0)
     model = model_class(job.config.architecture)(job.part, weights, kernels, job.max_model_len, group)
     return model, nbytes
 

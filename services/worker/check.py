@@ -15,10 +15,17 @@ def check_settings(settings: Settings, layout: KVLayout, device: torch.device) -
     """Raises ConfigError for what this device has no kernels or no way for, for tiers that could not work,
     and for what ranks cannot do. `layout`: the whole model's.
     """
+    check_combination(settings, device)
+    if device.type == "cuda":
+        _check_gpu_layout(layout)
+
+
+def check_combination(settings: Settings, device: torch.device) -> None:
+    """Of `check_settings`, what shows without a model."""
     check_quantization(settings.quantization, device.type)
     _check_tiers(settings)
     if device.type == "cuda":
-        _check_gpu(settings, layout)
+        _check_gpu(settings)
     if settings.tensor_parallel_size > 1:
         _check_ranks(settings, device)
 
@@ -37,12 +44,14 @@ def _check_tiers(settings: Settings) -> None:
             raise ConfigError(f"--tier-order {settings.tier_order} leaves out {name}; add it or unset it")
 
 
-def _check_gpu(settings: Settings, layout: KVLayout) -> None:
-    if _has_tiers(settings):
+def _check_gpu(settings: Settings) -> None:
+    if settings.transport == "shm":
         raise ConfigError(
-            "tiers hold blocks of pools in host memory, this worker's pool is on a GPU; leave out "
-            "--host-cache-bytes, --disk-cache-dir and --redis-url, or use --device cpu"
+            "--transport shm moves blocks in host memory, this worker's are on a GPU; use --transport nixl"
         )
+
+
+def _check_gpu_layout(layout: KVLayout) -> None:
     if layout.kv_dtype in ("int8", "k8v4"):
         raise ConfigError(
             f"--kv-cache-dtype {layout.kv_dtype} is for CPU workers, this one runs on a GPU; use auto, "
@@ -53,16 +62,18 @@ def _check_gpu(settings: Settings, layout: KVLayout) -> None:
             "--kv-quant-skip-layers is for CPU workers, this one runs on a GPU; leave it out, on all "
             "workers that exchange blocks"
         )
-    if settings.transport == "shm":
-        raise ConfigError(
-            "--transport shm moves blocks in host memory, this worker's are on a GPU; use --transport nixl"
-        )
 
 
 def _check_ranks(settings: Settings, device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
     cannot = (
-        (device.type == "cuda", "a GPU", "--device cpu"),
-        (_has_tiers(settings), "tiers", "no --host-cache-bytes, --disk-cache-dir or --redis-url"),
+        # Rank 0 maps the others' pools: NIXL cannot offer what is mapped, and blocks lie on several GPUs.
+        (on_gpu and settings.transport != "collective", "NIXL on GPUs", "--transport collective"),
+        (
+            on_gpu and _has_tiers(settings),
+            "tiers on GPUs",
+            "no --host-cache-bytes, --disk-cache-dir, --redis-url",
+        ),
         # Gloo adds the parts of a tensor in an order that follows from its size.
         (settings.deterministic, "the same sums in every batch", "no --deterministic"),
     )

@@ -21,10 +21,12 @@ def visible_gpus(environ: Mapping[str, str], device_files: Iterable[str]) -> lis
     return [str(i) for i in range(found)]
 
 
-def split_gpus(gpus: list[str], num_workers: int) -> list[tuple[str, int]]:
-    """For each worker its GPU and how many workers share that one; nothing when there is no GPU."""
+def split_gpus(gpus: list[str], num_workers: int, each: int = 1) -> list[tuple[str, int]]:
+    """For each worker its GPUs, `each` as CUDA_VISIBLE_DEVICES names them, and how many workers share these;
+    nothing when there is no GPU. Fewer than `each` are given as they are: the worker says what it lacks."""
     if not gpus:
         return []
-    chosen = [gpus[i % len(gpus)] for i in range(num_workers)]
+    sets = [",".join(gpus[at : at + each]) for at in range(0, max(1, len(gpus) // each) * each, each)]
+    chosen = [sets[i % len(sets)] for i in range(num_workers)]
     sharing = Counter(chosen)
     return [(gpu, sharing[gpu]) for gpu in chosen]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -23,8 +23,10 @@ for _alias, _ours in names.VLLM_ALIASES.items():
 class _Engine(Collector):
     """Gauges and counters of the engine, as they stand when asked."""
 
-    def __init__(self, loop: EngineLoop, hub: Hub, labels: dict[str, str]) -> None:
-        self._loop, self._hub, self._labels = loop, hub, labels
+    def __init__(
+        self, loop: EngineLoop, prompt_token_s: Callable[[], float], hub: Hub, labels: dict[str, str]
+    ) -> None:
+        self._loop, self._prompt_token_s, self._hub, self._labels = loop, prompt_token_s, hub, labels
 
     def collect(self) -> Iterator[Metric]:
         s = self._loop.stats
@@ -34,6 +36,10 @@ class _Engine(Collector):
             names.WAITING: (s.waiting, "requests waiting"),
             names.LOADING: (s.loading, "requests whose blocks are arriving"),
             names.HELD: (s.held, "prefill jobs leased to a peer"),
+            names.PREFILL_BACKLOG: (
+                s.queued_tokens * self._prompt_token_s(),
+                "seconds in which the prompt tokens that are still to compute here are computed",
+            ),
             names.BLOCKS_TOTAL: (s.total_blocks, "blocks of the KV pool"),
             names.BLOCKS_FREE: (s.free_blocks, "unreferenced blocks, cached ones included"),
             names.BLOCKS_CACHED: (s.cached_blocks, "unreferenced blocks that can be hit"),
@@ -120,11 +126,15 @@ class _Tiers(Collector):
 
 
 class WorkerMetrics:
-    """One worker's registry; every series carries role, worker and model_name."""
+    """One worker's registry; every series carries role, worker and model_name.
+
+    `prompt_token_s`: seconds in which a prompt token is computed here, as measured by now.
+    """
 
     def __init__(
         self,
         loop: EngineLoop,
+        prompt_token_s: Callable[[], float],
         stack: TierStack | None,
         hub: Hub,
         role: str,
@@ -133,7 +143,7 @@ class WorkerMetrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"role": role, "worker": worker_id, "model_name": model_name}
-        self.registry.register(_Engine(loop, hub, self._labels))
+        self.registry.register(_Engine(loop, prompt_token_s, hub, self._labels))
         if stack:
             self.registry.register(_Tiers(stack, self._labels))
         self._tokens = self._counter(names.TOKENS_BY_SOURCE, "prompt tokens by source of their KV", "source")
@@ -150,6 +160,12 @@ class WorkerMetrics:
         )
         self._loads = self._counter(names.LOADS, "loads by the sources chosen", "sources")
         self._leases_expired = self._counter(names.LEASES_EXPIRED, "leases that ended without a sign of life")
+        self._refused = self._counter(names.CALLS_REFUSED, "calls of peers without the cluster token")
+        self._unannounced = self._counter(names.ANNOUNCEMENTS_FAILED, "announcements that nobody took")
+
+    def advertised(self, role: str) -> None:
+        """The label of what is counted and shown from now on; what was counted before keeps its own."""
+        self._labels["role"] = role
 
     def gathered(self, value: Gathered) -> None:
         """Count one request's prompt, once its first token is out."""
@@ -180,6 +196,14 @@ class WorkerMetrics:
         """Count a load by the sources that were chosen for it."""
         for counter in self._loads:
             counter.labels(*self._labels.values(), label or "none").inc()
+
+    def call_refused(self) -> None:
+        for counter in self._refused:
+            counter.labels(*self._labels.values()).inc()
+
+    def announcement_failed(self) -> None:
+        for counter in self._unannounced:
+            counter.labels(*self._labels.values()).inc()
 
     def lease_expired(self) -> None:
         for counter in self._leases_expired:

@@ -15,9 +15,10 @@ from engine.batch import Chunk
 from engine.cuda_graphs import CudaCapture, DecodeGraphs, graph_sizes
 from engine.kv_cache import KVCache
 from engine.models.llama import Llama
-from engine.profile import largest_decodes, largest_steps, peak_nbytes, small_steps
+from engine.profile import largest_decodes, largest_steps, peak_nbytes, small_steps, typical_steps
 from engine.runner import LeadingRunner, ModelRunner
 from engine.step import MAX_PROMPT_LOGPROBS, Limits
+from engine.step_fit import StepLoad, StepTimes
 from kvtransfer.device_region import DeviceRegion
 from kvtransfer.memory import available_nbytes
 from kvtransfer.region import Region
@@ -34,12 +35,13 @@ TOKEN_BUDGET = {"cpu": 256, "cuda": 2048}
 class Pool:
     """`regions`: the blocks for transports, of each rank; `runner`: the model on them, warm.
 
-    `activations_nbytes`: of all ranks.
+    `activations_nbytes`: of all ranks. `times`: of the first steps.
     """
 
     regions: tuple[Region, ...]
     runner: ModelRunner
     activations_nbytes: int
+    times: StepTimes
 
     @property
     def num_blocks(self) -> int:
@@ -60,25 +62,47 @@ def make_pool(
     None: as many as fit. Raises ConfigError when no pool fits, with the numbers."""
     degree = settings.tensor_parallel_size
     own = rank_layout(layout, degree)
-    activations = degree * _profile(model, own, limits, device, ranks, eager=settings.enforce_eager)
+    # A graph of one rank would have to be replayed in all of them at once.
+    eager = settings.enforce_eager or degree > 1
+    each = _profile(model, own, limits, device, ranks, eager=eager)
+    activations = degree * each
     if num_blocks is None:
-        num_blocks = _fitting_blocks(settings, layout, device, activations)
-    if device.type == "cuda":
-        cache = KVCache(layout, num_blocks, device=device)
-        regions: tuple[Region, ...] = (DeviceRegion(cache.raw, incarnation),)
-    else:
-        lives = (f"{incarnation}/{rank}" if rank else incarnation for rank in range(degree))
-        regions = tuple(Region.create(num_blocks, own.block_nbytes, life) for life in lives)
-        cache = KVCache(own, num_blocks, regions[0].data)
-    if ranks:
-        ranks.use(regions)
-    graphs = _graphs(model, cache, limits) if device.type == "cuda" and not settings.enforce_eager else None
+        # Ranks share the memory of a host; on GPUs each has one of its own.
+        on_gpu = device.type == "cuda"
+        num_blocks = _fitting_blocks(
+            settings, own if on_gpu else layout, device, each if on_gpu else activations
+        )
+    cache, regions = _lay_out(own, num_blocks, device, incarnation, degree, ranks)
+    graphs = _graphs(model, cache, limits) if device.type == "cuda" and not eager else None
     runner = LeadingRunner(model, cache, ranks) if ranks else ModelRunner(model, cache, graphs)
-    runner.warm_up(small_steps(limits))
+    times = StepTimes(limits.max_num_batched_tokens, limits.max_num_seqs)
+    steps = [*small_steps(limits), *typical_steps(limits)]
+    for chunks, seconds in zip(steps, runner.warm_up(steps), strict=True):
+        times.measured(StepLoad.of((chunk.start, len(chunk)) for chunk in chunks), seconds)
     if device.type == "cuda":
         sampler.warm_up(model.config.vocab_size, device)
         torch.cuda.synchronize(device)
-    return Pool(regions, runner, activations)
+    return Pool(regions, runner, activations, times)
+
+
+def _lay_out(
+    own: KVLayout,
+    num_blocks: int,
+    device: torch.device,
+    incarnation: str,
+    degree: int,
+    ranks: RankProcesses | None,
+) -> tuple[KVCache, tuple[Region, ...]]:
+    """Rank 0's pool, and each rank's region. `own`: the layout of a rank."""
+    lives = [incarnation, *(f"{incarnation}/{rank}" for rank in range(1, degree))]
+    if device.type == "cuda":
+        cache = KVCache(own, num_blocks, device=device)
+        others = ranks.allocate(num_blocks, own.block_nbytes, lives[1:]) if ranks else []
+        return cache, (DeviceRegion(cache.raw, incarnation), *others)
+    regions = tuple(Region.create(num_blocks, own.block_nbytes, life) for life in lives)
+    if ranks:
+        ranks.use(regions)
+    return KVCache(own, num_blocks, regions[0].data), regions
 
 
 def _profile(
@@ -90,7 +114,7 @@ def _profile(
     *,
     eager: bool,
 ) -> int:
-    """Bytes of the activations of this rank's largest step, and of the largest graph beside it."""
+    """Bytes of the activations of this rank's largest step, and unless `eager` of the largest graph."""
     cache = KVCache(layout, 1, device=device)
     runner = LeadingRunner(model, cache, ranks) if ranks else ModelRunner(model, cache)
     runner.warm_up(small_steps(limits))  # weights come into memory: not counted
@@ -126,7 +150,9 @@ def _fitting_blocks(settings: Settings, layout: KVLayout, device: torch.device, 
     else:
         free, total = torch.cuda.mem_get_info(device)
         weights = torch.cuda.memory_allocated(device)
-        use = MemoryUse(total, free, weights, activations, capacity.GPU_RESERVE_NBYTES)
+        # Beside a rank's own CUDA context its GPU holds rank 0's, which hands its blocks over.
+        reserve = capacity.GPU_RESERVE_NBYTES * min(2, settings.tensor_parallel_size)
+        use = MemoryUse(total, free, weights, activations, reserve)
         utilization = (utilization or capacity.GPU_UTILIZATION) / settings.workers_per_gpu
     return capacity.num_blocks_within(use, utilization, layout.block_nbytes)
 

@@ -1,4 +1,9 @@
-"""A worker's small HTTP side: /health (the loop moves), /ready (loaded and serving), /metrics."""
+"""A worker's small HTTP side: its probes and /metrics.
+
+/startup        the model is loaded
+/live, /health  this loop and the engine's move; also while the model is loaded
+/ready          it takes work: loaded, not draining, not hung
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,13 @@ from services.worker.host import Phase, WorkerHost
 
 
 def application(host: WorkerHost) -> Starlette:
-    async def health(_: Request) -> Response:
+    async def startup(_: Request) -> Response:
+        doing, share = host.progress
+        loading = host.phase is Phase.LOADING
+        body = {"status": "loading" if loading else "started", "doing": doing, "progress": share}
+        return JSONResponse(body, 503 if loading else 200)
+
+    async def live(_: Request) -> Response:
         hung = host.hung()
         return JSONResponse({"status": "hung" if hung else "alive"}, 503 if hung else 200)
 
@@ -43,7 +54,8 @@ def application(host: WorkerHost) -> Starlette:
             return Response("", media_type=CONTENT_TYPE_LATEST)
         return Response(generate_latest(host.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/health", health), Route("/ready", ready), Route("/metrics", metrics)])
+    routes = {"/startup": startup, "/live": live, "/health": live, "/ready": ready, "/metrics": metrics}
+    return Starlette(routes=[Route(path, endpoint) for path, endpoint in routes.items()])
 
 
 class ProbeServer:

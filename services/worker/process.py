@@ -16,13 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from core import faults, log
-from core.errors import ConfigError
 from core.settings import Settings
-from services import address
+from services import address, discovery
+from services.host_list import HostList
 from services.worker.build import build
 from services.worker.cpu import format_cores
 from services.worker.host import Phase, WorkerHost
 from services.worker.hub import Hub
+from services.worker.life import Life
 from services.worker.metrics import WorkerMetrics
 from services.worker.probes import ProbeServer
 from services.worker.watch import WatchService
@@ -53,7 +54,10 @@ def run(settings: Settings, role: str, attach: Sequence[Attach], cores: list[int
     """
     settings = with_place(settings, role).model_copy(update={"cpu_affinity": format_cores(cores)})
     faults.configure(settings.faults)
-    return uvloop.run(_main(settings, role, attach, cores, threads))
+    identity = channel.Identity.of(settings)
+    HostList.parse(settings.transfer_hosts)
+    announcement = discovery.announcement_for(settings)
+    return uvloop.run(_main(settings, role, attach, cores, threads, identity, announcement))
 
 
 def with_place(settings: Settings, role: str) -> Settings:
@@ -73,13 +77,19 @@ def with_place(settings: Settings, role: str) -> Settings:
 
 
 async def _main(
-    settings: Settings, role: str, attach: Sequence[Attach], cores: list[int], threads: int
+    settings: Settings,
+    role: str,
+    attach: Sequence[Attach],
+    cores: list[int],
+    threads: int,
+    identity: channel.Identity,
+    announcement: discovery.Announcement | None,
 ) -> int:
     incarnation = uuid.uuid4().hex[:12]
     worker_id = settings.worker_id
     log.configure(settings.log_level, settings.log_format, worker=worker_id)
-    host = WorkerHost(settings, role, worker_id, incarnation, Hub(), cores=cores)
-    stop = _handle_signals(host)
+    host = WorkerHost(settings, role, worker_id, incarnation, Hub(), cores=cores, identity=identity)
+    stop = Stop(host)
     probes = ProbeServer(host)
     announced_host, _ = address.split(settings.advertise, "--advertise")
     host.probe_address = address.join(announced_host, await probes.start())
@@ -91,20 +101,32 @@ async def _main(
         build, settings, worker_id, incarnation, threads, host.hub.emit, host.kv_events, progress
     )
     host.loaded(
-        built, WorkerMetrics(built.loop, built.stack, host.hub, role, worker_id, model_label(settings))
+        built,
+        WorkerMetrics(
+            built.loop,
+            built.prompt_token_s,
+            built.stack,
+            host.hub,
+            role,
+            worker_id,
+            model_label(settings),
+        ),
     )
-    server = channel.server()
+    server = channel.server(identity, host.metrics.call_refused)
     services = [make(host, server) for make in attach]
-    watch = WatchService(host)
+    life = Life(host)
+    watch = WatchService(host, life.change_role)
     worker_pb2_grpc.add_WorkerServicer_to_server(watch, server)
     checks = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    host.address = await _listen(server, settings)
+    host.address = await _listen(server, settings, identity)
     built.loop.start(watch.changed)
-    host.phase, host.progress = Phase.READY, ("ready", 1.0)
+    host.ready(role)
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    if announcement:
+        announcement.start(host.metrics.announcement_failed)
     _log.info("worker.ready", address=host.address, probes=host.probe_address, incarnation=incarnation)
-    if not await until_asked(stop, host):
+    if not await until_asked(stop.asked, host):
         ended = (built.processes and built.processes.lost) or "its error is above"
         _log.error("worker.engine_died", hint=f"{ended}; exiting, to be started again")
         watch.close()
@@ -113,19 +135,21 @@ async def _main(
         if built.processes:
             built.processes.kill()  # also a rank that hangs
         os._exit(1)  # nothing is left to drain, and no thread to wait for
-    host.phase = Phase.DRAINING
-    watch.wake()
     await checks.enter_graceful_shutdown()
-    drained = await _drain(host)
+    withdrawing = asyncio.create_task(announcement.withdraw()) if announcement else None
+    if cut := await life.leave(stop.grace_s):
+        _log.warning("worker.cut", left=cut, hint="their routers go on with them elsewhere")
     watch.close()
     for service in services:
         await service.close()
     await server.stop(grace=1.0)
+    if withdrawing:
+        await withdrawing
     await probes.stop()
     if built.stack:
         await built.stack.close()
     await asyncio.to_thread(built.close)
-    _log.info("worker.stopped", drained=drained)
+    _log.info("worker.stopped")
     return 0
 
 
@@ -134,19 +158,26 @@ def model_label(settings: Settings) -> str:
     return settings.served_model_name or os.path.basename(settings.model.rstrip("/")) or "embedded"
 
 
-def _handle_signals(host: WorkerHost) -> asyncio.Event:
-    """First signal: stop gracefully (at once while loading). Second: exit."""
-    stop = asyncio.Event()
+class Stop:
+    """The first signal asks the worker to leave, SIGINT without `shutdown_grace_s`: somebody waits at a
+    terminal, or nobody sends any more. While it loads, and on a second signal, the process ends at once."""
 
-    def on_signal() -> None:
-        if host.phase is Phase.LOADING or stop.is_set():
-            os._exit(0 if host.phase is Phase.LOADING else 1)
-        stop.set()
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self.asked = asyncio.Event()
+        self.grace_s = 0.0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stop
+    def _on_signal(self, number: int) -> None:
+        if self._host.phase is Phase.LOADING:
+            os._exit(0)
+        if self.asked.is_set():
+            os._exit(1)
+        if number == signal.SIGTERM:
+            self.grace_s = self._host.settings.shutdown_grace_s
+        self.asked.set()
 
 
 async def until_asked(stop: asyncio.Event, host: WorkerHost) -> bool:
@@ -159,22 +190,11 @@ async def until_asked(stop: asyncio.Event, host: WorkerHost) -> bool:
     return True
 
 
-async def _listen(server: grpc.aio.Server, settings: Settings) -> str:
+async def _listen(server: grpc.aio.Server, settings: Settings, identity: channel.Identity) -> str:
     """Bind and start; returns host:port as peers reach it."""
-    try:
-        server.add_insecure_port(settings.listen)
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {settings.listen}: {error}; choose another --listen") from None
+    channel.listen(server, settings.listen, identity)
     await server.start()
+    listen_host, _ = address.split(settings.listen, "--listen")
+    if (weakness := identity.weakness()) and not address.is_loopback(listen_host):
+        _log.warning("worker.unprotected", listen=settings.listen, reason=weakness)
     return settings.advertise
-
-
-async def _drain(host: WorkerHost) -> bool:
-    """Let running work finish, at most `drain_timeout_s`; True when nothing was left."""
-    deadline = asyncio.get_running_loop().time() + host.settings.drain_timeout_s
-    while asyncio.get_running_loop().time() < deadline and not host.built.loop.failed:
-        s = host.built.loop.stats
-        if not (s.running or s.waiting or s.loading or s.held or host.hub.num_registered):
-            return True
-        await asyncio.sleep(0.05)
-    return False

@@ -16,7 +16,7 @@ from core import log
 from core.errors import ConfigError, WorkerLost
 from services import orphan
 from services.worker import cpu
-from services.worker.rank_link import COPY, POOL, Kind, Link, Order
+from services.worker.rank_link import COPY, POOL, Kind, Link, Order, silence_limit_s
 
 _log = log.get("rank")
 
@@ -50,31 +50,40 @@ def _serve(link: Link, order: Order, threads: int) -> None:
 
     from checkpoint.open import open_checkpoint
     from engine import batch_bytes
-    from engine.kernels.select import select_kernels
+    from engine.device import rank_device, resolve_device
+    from engine.kernels.select import select_device_kernels, select_kernels
     from engine.kv_cache import KVCache
     from engine.models.registry import model_class
     from engine.models.shard import rank_config, rank_weights
-    from engine.models.weights import load_weights
+    from engine.models.weights import load_weights, on_device
     from engine.parallel import Group, Meeting
     from engine.runner import ModelRunner
+    from kvtransfer import device_share
     from kvtransfer.region import Region
     from kvtransfer.slices import rank_layout
 
     torch.set_num_threads(threads)
     settings, degree = order.settings, order.settings.tensor_parallel_size
+    device = rank_device(resolve_device(settings.device), order.rank, degree)
     layout = rank_layout(order.kv_layout, degree)
     cache_dir = os.path.expanduser(settings.cache_dir)
     checkpoint = open_checkpoint(settings.model)
     whole = load_weights(checkpoint, order.dtype, cache_dir, quantization=settings.quantization)
     weights = rank_weights(checkpoint.config, whole, degree, order.rank)
     config = rank_config(checkpoint.config, degree)
-    kernels = select_kernels(config, layout, cache_dir)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        weights = on_device(weights, device)
+        kernels = select_device_kernels(config, layout, order.dtype)
+    else:
+        kernels = select_kernels(config, layout, cache_dir)
     link.send(Kind.READY)
     if link.receive() is None:
         return
-    group = Group(Meeting(settings.step_timeout_s, order.port), order.rank, degree, settings.step_timeout_s)
+    limit_s = silence_limit_s(settings, device.type)
+    group = Group(Meeting(limit_s, order.port), order.rank, degree, limit_s, device)
     model = model_class(config.architecture)(config, weights, kernels, order.max_model_len, group)
-    runner = ModelRunner(model, KVCache(layout, 1))
+    runner = ModelRunner(model, KVCache(layout, 1, device=device))
     while (frame := link.receive()) is not None:
         match frame.kind:
             case Kind.RUN:
@@ -82,10 +91,13 @@ def _serve(link: Link, order: Order, threads: int) -> None:
             case Kind.COPY:
                 runner.copy_block(*COPY.unpack(frame.body))
             case Kind.POOL:
-                assert frame.fd is not None
                 (num_blocks,) = POOL.unpack(frame.body)
-                region = Region.adopt(frame.fd, num_blocks, layout.block_nbytes)
-                runner = ModelRunner(model, KVCache(layout, num_blocks, region.data))
+                if frame.fd is not None:
+                    region = Region.adopt(frame.fd, num_blocks, layout.block_nbytes)
+                    runner = ModelRunner(model, KVCache(layout, num_blocks, region.data))
+                else:
+                    runner = ModelRunner(model, KVCache(layout, num_blocks, device=device))
+                    link.send(Kind.SHARED, device_share.exported(runner.cache.raw))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
                                    <-----          ready, or failed {sentence}
     join                           ----->          both enter the group
     pool {blocks} + descriptor     ----->          maps its part of the KV pool
+    pool {blocks}                  ----->          or, on a GPU, allocates it
+                                   <-----          shared {how to map it}
     run {batch}, copy {src, dst}   ----->          does it; no answer but in the group
     end of the stream              ----->          ends
 
@@ -31,7 +33,14 @@ _MIN_WAIT_S = 0.001  # a socket takes zero for "do not wait"
 COPY = struct.Struct("<II")
 """Body of a copy: source and destination block."""
 POOL = struct.Struct("<I")
-"""Body of a pool: number of blocks; the descriptor of their region comes along."""
+"""Body of a pool: number of blocks; in host memory the descriptor of their region comes along."""
+
+
+def silence_limit_s(settings: Settings, device_type: str) -> float:
+    """How long ranks wait for each other. On GPUs as long as a start may take: NCCL's watchdog has one limit
+    for all, and ranks compile kernels in their first steps."""
+    limits = (settings.step_timeout_s, settings.start_timeout_s)
+    return max(limits) if device_type == "cuda" else settings.step_timeout_s
 
 
 class Kind(IntEnum):
@@ -42,6 +51,7 @@ class Kind(IntEnum):
     POOL = 5
     RUN = 6
     COPY = 7
+    SHARED = 8
 
 
 class Order(BaseModel):

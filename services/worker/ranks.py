@@ -11,15 +11,19 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+import torch
+
 from core.errors import ConfigError, WorkerLost
 from core.kv import KVLayout
 from core.settings import ENV_PREFIX, Settings
 from engine import batch_bytes
 from engine.batch import Batch
 from engine.parallel import Group, Meeting
+from kvtransfer import device_share
+from kvtransfer.device_region import DeviceRegion
 from kvtransfer.region import Region
 from services import orphan
-from services.worker.rank_link import COPY, POOL, Kind, Link, Order
+from services.worker.rank_link import COPY, POOL, Kind, Link, Order, silence_limit_s
 
 END_S = 5.0
 """How long a rank may take to end when it is asked to."""
@@ -33,18 +37,22 @@ class RankProcesses:
     Only the engine's thread calls `run` and `copy_block`.
     """
 
-    def __init__(self, settings: Settings, layout: KVLayout, dtype: str, max_model_len: int) -> None:
-        """Starts them. `layout`: the whole model's. Raises ConfigError without torch.distributed."""
+    def __init__(
+        self, settings: Settings, layout: KVLayout, dtype: str, max_model_len: int, device: torch.device
+    ) -> None:
+        """Starts them. `layout`: the whole model's; `device`: rank 0's. Raises ConfigError without
+        torch.distributed."""
         self.degree = settings.tensor_parallel_size
-        self._settings = settings
-        self._meeting = Meeting(settings.step_timeout_s)
+        self._settings, self._device = settings, device
+        self._limit_s = silence_limit_s(settings, device.type)
+        self._meeting = Meeting(self._limit_s)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Link] = []
         self._closed = False
         # No rank serves clients, and flags or an environment would show the key.
         order = Order(
             rank=0,
-            settings=settings.model_copy(update={"api_key": ""}),
+            settings=settings.model_copy(update={"api_key": "", "api_keys": ""}),
             dtype=dtype,
             kv_layout=layout,
             max_model_len=max_model_len,
@@ -69,12 +77,29 @@ class RankProcesses:
             if frame.kind is Kind.FAILED:
                 raise ConfigError(frame.body.decode())
         self._tell(Kind.JOIN)
-        return Group(self._meeting, 0, self.degree, self._settings.step_timeout_s)
+        return Group(self._meeting, 0, self.degree, self._limit_s, self._device)
 
     def use(self, regions: Sequence[Region]) -> None:
-        """Each rank's pool, rank 0's first; until then they have one block of their own."""
+        """Each rank's pool in host memory, rank 0's first; until then they have one block of their own."""
         for link, region in zip(self._links, regions[1:], strict=True):
             link.send(Kind.POOL, POOL.pack(region.num_blocks), region.fd)
+
+    def allocate(self, num_blocks: int, block_nbytes: int, incarnations: Sequence[str]) -> list[Region]:
+        """The other ranks' pools, each allocated on its rank's GPU and mapped here.
+
+        `incarnations`: of these, in order. Raises ConfigError when a rank has not the memory, or ended.
+        """
+        self._tell(Kind.POOL, POOL.pack(num_blocks))
+        regions: list[Region] = []
+        for rank, (link, incarnation) in enumerate(zip(self._links, incarnations, strict=True), start=1):
+            frame = link.receive(self._settings.start_timeout_s)
+            if frame is None:
+                raise ConfigError(f"tensor-parallel {self._ending(rank)} with its pool; see the log above")
+            if frame.kind is Kind.FAILED:
+                raise ConfigError(frame.body.decode())
+            blocks = device_share.opened(bytes(frame.body), num_blocks, block_nbytes)
+            regions.append(DeviceRegion(blocks, incarnation))
+        return regions
 
     def run(self, batch: Batch) -> None:
         self._tell(Kind.RUN, batch_bytes.encode(batch))

@@ -9,27 +9,29 @@ from pathlib import Path
 from blake3 import blake3
 
 from core.blocks import hash_blocks
-from core.kv import Fingerprint
+from core.kv import Fingerprint, KVLayout
 from core.settings import Settings
 from engine.messages import LoadOrdered
+from kvtransfer.block_heads import BlockCopies
+from kvtransfer.device_region import DeviceRegion
 from kvtransfer.region import Region
 from kvtransfer.store_policy import StorePolicy
 from kvtransfer.tier import Tier
+from kvtransfer.tier_pool import DevicePool, RankPool, RegionPool, TierPool
 from kvtransfer.tier_stack import Held, TierStack, parse_order
-from planning.sources import FIRST_GUESS_TOKENS_PER_S
 from services.worker.kv_events import KVEventLog
 
 
 class WorkerStore:
     """The engine's `BlockStore`: copies what was committed into the tiers, and keeps routers informed."""
 
-    def __init__(self, region: Region, stack: TierStack | None, events: KVEventLog, parks: bool) -> None:
-        self._region, self._stack, self._events, self._parks = region, stack, events, parks
+    def __init__(self, stack: TierStack | None, events: KVEventLog, parks: bool) -> None:
+        self._stack, self._events, self._parks = stack, events, parks
 
-    def committed(self, block_hash: bytes, block_id: int, from_store: bool) -> None:
-        self._events.report("device", stored=(block_hash,))
-        if self._stack and not from_store:
-            self._stack.committed(block_hash, self._region.block(block_id))
+    def committed(self, hashes: Sequence[bytes], block_ids: Sequence[int], num_from_store: int) -> None:
+        self._events.report("device", stored=hashes)
+        if self._stack:
+            self._stack.committed(hashes[num_from_store:], block_ids[num_from_store:])
 
     def evicted(self, block_hash: bytes) -> None:
         self._events.report("device", evicted=(block_hash,))
@@ -53,7 +55,7 @@ class WorkerStore:
 class Lookups:
     """One look-up over all tiers for each request, before the engine takes it up.
 
-    `token_s` gives the seconds in which this worker computes a prompt token, 0 when not known yet.
+    `token_s` gives the seconds in which this worker computes a prompt token.
     """
 
     def __init__(self, stack: TierStack, fingerprint: Fingerprint, token_s: Callable[[], float]) -> None:
@@ -64,7 +66,7 @@ class Lookups:
     @property
     def block_budget_s(self) -> float:
         """Seconds in which this worker computes one block; a tier that takes longer is not worth asking."""
-        return (self._token_s() or 1 / FIRST_GUESS_TOKENS_PER_S) * self._fingerprint.block_size
+        return self._token_s() * self._fingerprint.block_size
 
     async def look_up(self, request_id: str, token_ids: Sequence[int], num_blocks: int, salt: str) -> int:
         """How many of the first `num_blocks` blocks the tiers hold; kept for `found`, until `forget`."""
@@ -99,8 +101,20 @@ def tier_namespace(fingerprint: Fingerprint, dtype: str, quantization: str) -> b
     return blake3(b"\x1f".join((fingerprint.namespace, dtype.encode(), quantization.encode()))).digest()
 
 
+def tier_pool(layout: KVLayout, regions: Sequence[Region], copies: BlockCopies) -> TierPool:
+    """A worker's pool for its tiers. `layout`: the whole model's; `copies`: the kernels of its device."""
+    if len(regions) > 1:
+        return RankPool(layout, regions, copies)
+    region = regions[0]
+    return DevicePool(region, copies) if isinstance(region, DeviceRegion) else RegionPool(region)
+
+
 def make_stack(
-    settings: Settings, region: Region, fingerprint: Fingerprint, dtype: str, events: KVEventLog
+    settings: Settings,
+    make_pool: Callable[[], TierPool],
+    fingerprint: Fingerprint,
+    dtype: str,
+    events: KVEventLog,
 ) -> TierStack | None:
     """The tiers that the settings name, each of which reports its blocks; None when they name none.
     Raises ConfigError for a directory that cannot be used."""
@@ -109,11 +123,12 @@ def make_stack(
     stall_s = settings.tier_timeout_s
     if not (settings.host_cache_bytes or settings.disk_cache_dir or settings.redis_url):
         return None
+    pool = make_pool()
     if settings.disk_cache_dir:
         from kvtransfer.disk_files import BlockFiles
         from kvtransfer.disk_tier import DiskTier
 
-        files = BlockFiles(Path(settings.disk_cache_dir).expanduser(), namespace, region.block_nbytes)
+        files = BlockFiles(Path(settings.disk_cache_dir).expanduser(), namespace, pool.block_nbytes)
         made["disk"] = DiskTier(files, settings.disk_cache_bytes, stall_s, partial(events.report, "disk"))
     if settings.redis_url:
         from kvtransfer.redis_tier import RedisTier
@@ -121,13 +136,13 @@ def make_stack(
         made["redis"] = RedisTier(
             settings.redis_url,
             namespace,
-            region.block_nbytes,
+            pool.block_nbytes,
             settings.redis_ttl_s,
             stall_s,
             partial(events.report, "redis"),
         )
     return TierStack(
-        region.block_nbytes,
+        pool,
         settings.host_cache_bytes,
         [made[name] for name in parse_order(settings.tier_order) if name in made],
         StorePolicy(settings.store_policy),
