@@ -37,6 +37,33 @@ def test_an_exception_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert line["exception"].endswith("ValueError: a reason")
 
 
+CANARY = "canary-in-a-local-variable"
+
+
+def fails_beside_a_secret() -> None:
+    prompt = CANARY  # noqa: F841
+    raise ValueError("a reason")
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_no_local_variable_is_written(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither with the exception as a value nor as the one that is being handled, nor of what caused it."""
+    log.configure("debug", form)
+    try:
+        try:
+            fails_beside_a_secret()
+        except ValueError as error:
+            secret = CANARY  # noqa: F841
+            log.get("test").error("it.failed", exc_info=error)
+            raise RuntimeError("because of that") from error
+    except RuntimeError:
+        log.get("test").exception("it.failed.again")
+    written = capsys.readouterr().err
+    assert written.count("fails_beside_a_secret") >= 2
+    assert written.count("a reason") >= 2
+    assert written.count(CANARY) == 0
+
+
 def test_every_thread_says_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("info", "json", process="decode")
     log.configure("info", "json", worker="w")

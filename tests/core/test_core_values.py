@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import fields, replace
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from core import faults
 from core.errors import ConfigError, ContextLengthExceeded, IncompatiblePeer
 from core.kv import Fingerprint, KVLayout, parse_layers
-from core.settings import Settings, load, parse_nbytes
+from core.settings import SECRETS, Settings, load, parse_nbytes
 
 FINGERPRINT = Fingerprint("m", "t", 30, 3, 64, 16, "fp32", "default/100000", 8192)
 
@@ -129,24 +131,54 @@ def test_a_bad_setting_is_one_sentence(tmp_path, environ: dict[str, str], toml: 
         load({}, {}, str(tmp_path / "absent.toml"))
 
 
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_of_the_wrong_kind_is_not_quoted(tmp_path, name: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(f"{name} = 4711471147114711")
+    with pytest.raises(ConfigError, match=name) as caught:
+        load({}, {}, str(file))
+    assert "4711" not in caught.value.message
+
+
 def test_every_setting_is_described() -> None:
     assert all(field.description for field in Settings.model_fields.values())
 
 
 def test_fault_points_hit_when_told_to() -> None:
     try:
-        faults.configure("engine.step@2=raise, transfer.read=delay:0.5")
-        assert faults.due("engine.step") == 0.0
+        faults.configure("engine.step@2=raise, transfer.read=delay:0.05")
+        faults.hit("engine.step")
         with pytest.raises(faults.InjectedFault):
-            faults.due("engine.step")
-        assert faults.due("engine.step") == 0.0
-        assert faults.due("transfer.read") == faults.due("transfer.read") == 0.5
-        for bad in ("nothing=raise", "engine.step=explode", "engine.step@x=raise"):
+            faults.hit("engine.step")
+        faults.hit("engine.step")
+        began = time.monotonic()
+        faults.hit("transfer.read")
+        assert time.monotonic() - began >= 0.05
+        for bad in ("nothing=raise", "engine.step=explode", "engine.step@x=raise", "engine.step=hold:here"):
             with pytest.raises(ConfigError):
                 faults.configure(bad)
     finally:
         faults.configure("")
-    assert faults.due("engine.step") == 0.0
+    faults.hit("engine.step")
+
+
+async def test_a_gate_holds_after_as_many_as_it_lets_pass(tmp_path) -> None:
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    try:
+        faults.configure(f"decode.start=hold:{gate}")
+        await faults.reached("decode.start")
+        for _ in range(2):  # it counts anew each time it is closed
+            gate.write_text("1")
+            await faults.reached("decode.start")
+            passing = asyncio.create_task(faults.reached("decode.start"))
+            while not held.exists():
+                await asyncio.sleep(0.001)
+            assert not passing.done()
+            gate.unlink()
+            await passing
+            assert not held.exists()
+    finally:
+        faults.configure("")
 
 
 def test_envelope() -> None:

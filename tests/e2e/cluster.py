@@ -28,11 +28,13 @@ START_S = 90.0
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Not used for http, but without one httpx reads all certificates for each request: 80 ms."""
 FLAGS = {"dtype": "fp32", "num_blocks": 400, "log_level": "info", "cpu_threads": 1, "min_remote_tokens": 16}
+FLAGS |= {"shutdown_grace_s": 0}
 
 
 @dataclass
 class Process:
-    """One Baton process, its log and its probe. `env`: on top of this process's environment."""
+    """One Baton process, its log and its probe. `env`: on top of this process's environment. `tls`: whom its probe
+    is to be believed by, where that is HTTPS."""
 
     name: str
     role: str
@@ -40,6 +42,7 @@ class Process:
     port: int = 0
     probe_port: int = 0
     env: dict[str, str] = field(default_factory=dict)
+    tls: ssl.SSLContext | None = None
     popen: subprocess.Popen[bytes] | None = None
     log: Path = field(default_factory=lambda: Path(tempfile.mkstemp(suffix=".log")[1]))
 
@@ -95,7 +98,7 @@ class Process:
     def ready(self) -> dict[str, Any]:
         """The body of its readiness probe; {} when it does not answer."""
         try:
-            return httpx.get(f"http://127.0.0.1:{self.probe_port}/ready", timeout=2, verify=PLAIN).json()
+            return self._probe("ready", 2).json()
         except (httpx.HTTPError, ValueError):
             return {}
 
@@ -109,7 +112,12 @@ class Process:
 
     def metrics(self) -> str:
         """What the probe exports now, as text."""
-        return httpx.get(f"http://127.0.0.1:{self.probe_port}/metrics", timeout=5, verify=PLAIN).text
+        return self._probe("metrics", 5).text
+
+    def _probe(self, path: str, timeout_s: float) -> httpx.Response:
+        scheme = "https" if self.tls else "http"
+        url = f"{scheme}://127.0.0.1:{self.probe_port}/{path}"
+        return httpx.get(url, timeout=timeout_s, verify=self.tls or PLAIN)
 
 
 def _argument(name: str, value: object) -> str:
@@ -131,7 +139,9 @@ def sum_of(metrics: str, name: str, **labels: str) -> float:
 
 
 class Cluster:
-    """Processes that belong together; use as a context manager."""
+    """Processes that belong together; use as a context manager. `tls`: the client's side of HTTPS to the router.
+    `headers`: on each request to it. `env`: of all processes, on top of ours; without BATON_DISCOVERY in it the
+    router has a list of the workers."""
 
     def __init__(
         self,
@@ -139,8 +149,12 @@ class Cluster:
         decode: int = 1,
         prefill_flags: dict[str, object] | None = None,
         decode_flags: dict[str, object] | None = None,
+        tls: ssl.SSLContext | None = None,
+        headers: dict[str, str] | None = None,
+        env: dict[str, str] | None = None,
         **flags: object,
     ) -> None:
+        self.verify, self.headers, env = tls or PLAIN, headers or {}, env or {}
         cores = sorted(os.sched_getaffinity(0))
         common = FLAGS | flags
         self.workers: list[Process] = []
@@ -151,14 +165,17 @@ class Cluster:
             port, probe = free_port("127.0.0.1"), free_port("127.0.0.1")
             place = {"worker_id": name, "listen": f"127.0.0.1:{port}", "probe_port": probe}
             place["cpu_affinity"] = cores[i % len(cores)]
-            self.workers.append(Process(name, role, common | place | own, port, probe))
-        port = free_port("127.0.0.1")
+            self.workers.append(Process(name, role, common | place | own, port, probe, env))
+        port, admin_port = free_port("127.0.0.1"), free_port("127.0.0.1")
         discovery = "static://" + ",".join(f"127.0.0.1:{worker.port}" for worker in self.workers)
         router_flags = {k: v for k, v in common.items() if k not in ("num_blocks", "cpu_threads")}
-        self.router = Process(
-            "router", "router", router_flags | {"port": port, "discovery": discovery}, port, port
-        )
-        self.url = f"http://127.0.0.1:{port}"
+        place: dict[str, object] = {"port": port, "admin_port": admin_port}
+        if "BATON_DISCOVERY" not in env:
+            place["discovery"] = discovery
+        self.router = Process("router", "router", router_flags | place, port, port, env, tls)
+        scheme = "https" if tls else "http"
+        self.url = f"{scheme}://127.0.0.1:{port}"
+        self.admin_url = f"{scheme}://127.0.0.1:{admin_port}"
         self._model = ""
 
     def __enter__(self) -> Cluster:
@@ -186,7 +203,7 @@ class Cluster:
     def model(self) -> str:
         """The served name, as `/v1/models` tells it."""
         if not self._model:
-            self._model = httpx.get(f"{self.url}/v1/models", timeout=5, verify=PLAIN).json()["data"][0]["id"]
+            self._model = self.get("/v1/models").json()["data"][0]["id"]
         return self._model
 
     def worker(self, name: str) -> Process:
@@ -205,9 +222,13 @@ class Cluster:
 
         wait_until(ready, START_S, lambda: str(self.cluster()))
 
+    def get(self, path: str) -> httpx.Response:
+        """One of the router's routes."""
+        return httpx.get(f"{self.url}{path}", headers=self.headers, timeout=5, verify=self.verify)
+
     def cluster(self) -> list[dict[str, Any]]:
         try:
-            return httpx.get(f"{self.url}/v1/cluster", timeout=5, verify=PLAIN).json()["workers"]
+            return self.get("/v1/cluster").json()["workers"]
         except (httpx.HTTPError, ValueError, KeyError):
             return []
 
@@ -218,9 +239,9 @@ class Cluster:
 
     def complete(self, prompt: Any, plan: str = "auto", timeout: float = 120, **more: Any) -> httpx.Response:
         """POST /v1/completions and wait for the whole answer."""
-        headers = {"X-Baton-Plan": plan}
+        headers = self.headers | {"X-Baton-Plan": plan}
         url, body = f"{self.url}/v1/completions", self.body(prompt, **more)
-        return httpx.post(url, json=body, headers=headers, timeout=timeout, verify=PLAIN)
+        return httpx.post(url, json=body, headers=headers, timeout=timeout, verify=self.verify)
 
     @contextmanager
     def stream(
@@ -230,9 +251,12 @@ class Cluster:
 
         Leaving the block early closes the connection, as a client does that goes away.
         """
-        headers, body = {"X-Baton-Plan": plan}, self.body(prompt, stream=True, **more)
+        headers = self.headers | {"X-Baton-Plan": plan}
+        body = self.body(prompt, stream=True, **more)
         url = f"{self.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=timeout, verify=PLAIN) as reply:
+        with httpx.stream(
+            "POST", url, json=body, headers=headers, timeout=timeout, verify=self.verify
+        ) as reply:
             if reply.status_code != 200:
                 raise AssertionError(f"{reply.status_code}: {reply.read().decode()}")
             yield events(reply.iter_lines())

@@ -20,7 +20,8 @@ LEASE_S = 2.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(transport="shm", max_num_batched_tokens=64, lease_s=LEASE_S) as cluster:
+    flags = {"max_num_batched_tokens": 64, "lease_s": LEASE_S, "resume_timeout_s": 0.5}
+    with Cluster(transport="shm", **flags) as cluster:
         yield cluster
 
 

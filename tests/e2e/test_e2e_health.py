@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ STEP_TIMEOUT_S = 2.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    flags = {"step_timeout_s": STEP_TIMEOUT_S, "num_blocks": 128}
+    flags = {"step_timeout_s": STEP_TIMEOUT_S, "num_blocks": 128, "resume_timeout_s": 0.5}
     with Cluster(transport="shm", max_num_batched_tokens=64, **flags) as cluster:
         yield cluster
 
@@ -59,18 +60,41 @@ def probe(worker: Process, path: str) -> tuple[int, dict[str, Any]]:
 def test_while_loading_a_worker_is_alive_and_not_ready(lone_worker: Process):
     wait_until(lambda: probe(lone_worker, "/health")[0] != 0, 20)
     seen: list[tuple[int, str]] = []
+    started: set[tuple[int, str]] = set()
     while (200, "ready") not in seen:
-        assert probe(lone_worker, "/health") == (200, {"status": "alive"})
+        assert probe(lone_worker, "/health") == probe(lone_worker, "/live") == (200, {"status": "alive"})
         status, body = probe(lone_worker, "/ready")
         seen.append((status, body["state"]))
+        status, body = probe(lone_worker, "/startup")
+        started.add((status, body["status"]))
         assert len(seen) < 3000
     assert set(seen) == {(503, "loading"), (200, "ready")}
+    assert started == {(503, "loading"), (200, "started")}
 
 
 def test_sigterm_while_loading_ends_at_once(lone_worker: Process):
     wait_until(lambda: probe(lone_worker, "/ready")[0] == 503, 20)
     lone_worker.ask_to_stop()
     assert lone_worker.wait_end(1) == 0
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill", "router"])
+def test_sigterm_right_after_exec_ends_at_once(role: str, tmp_path: Path):
+    """Before torch is imported, let alone the model loaded."""
+    process = Process(role, role, {"discovery": "static://127.0.0.1:9"}, log=tmp_path / "log")
+    process.start()
+    wait_until(lambda: catches(process.pid, signal.SIGTERM), 10)
+    began = time.monotonic()
+    process.popen.terminate()
+    assert process.wait_end(5) == 0
+    assert time.monotonic() - began < 2
+    assert process.log.read_text() == ""
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line)
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def test_a_stopped_decode_worker_is_no_healthy_one(cluster: Cluster, d: Process):

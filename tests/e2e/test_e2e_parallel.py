@@ -6,19 +6,23 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 from cluster import Cluster, Process, fresh_salt, is_gold, prompt, wait_until
+from tier_probes import ask, block_files, chain, is_from, push_out
 
 BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4  # K and V, layers, KV heads, head dim, fp32
 MOVED = "baton_kv_transfer_bytes_total"
 STEP_TIMEOUT_S = 4.0
+POOL_BLOCKS = 64
+CASE = "story-129"
 
 
 def split_worker(**flags: object) -> Cluster:
     """One decode worker of three ranks, and a router."""
-    return Cluster(prefill=0, tensor_parallel_size=3, num_blocks=64, **flags)
+    return Cluster(prefill=0, tensor_parallel_size=3, num_blocks=POOL_BLOCKS, resume_timeout_s=0.5, **flags)
 
 
 def ranks_of(worker: Process) -> list[psutil.Process]:
@@ -133,3 +137,23 @@ def test_ranks_end_with_a_worker_that_is_killed():
         os.kill(ranks[0].pid, signal.SIGSTOP)
         worker.kill()
         wait_until(lambda: all_gone(ranks), 5)
+
+
+@pytest.mark.slow
+def test_one_rank_loads_what_three_have_stored(tmp_path: Path):
+    """1. A prompt's blocks leave the pool of three ranks, and come back from host RAM.  2. kill -9; the next life
+    has one rank and finds them on the disk, and the other way round."""
+    disk = tmp_path / "kv"
+    tiers = {"host_cache_bytes": "64MiB", "disk_cache_dir": disk, "disk_cache_bytes": "200MiB"}
+    with split_worker(store_policy="write-through", **tiers) as cluster:
+        d = cluster.worker("decode-0")
+        for degree in (1, 3):
+            salt = fresh_salt()
+            assert ask(cluster, salt, CASE) == {"computed": 129}
+            push_out(cluster, POOL_BLOCKS)
+            assert is_from(ask(cluster, salt, CASE), "host", CASE)
+            wanted = {block_hash.hex() for block_hash in chain(CASE, salt)}
+            wait_until(lambda wanted=wanted: wanted <= {file.stem for file in block_files(disk)}, 20)
+            d.kill(signal.SIGKILL)
+            cluster.restart("decode-0", tensor_parallel_size=degree)
+            assert is_from(ask(cluster, salt, CASE), "disk", CASE)

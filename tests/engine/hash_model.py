@@ -110,7 +110,8 @@ class Harness:
         self.engine = Engine(self.scheduler, self.runner, self.events.extend, self.clock)
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **more: object) -> None:
-        fields = {k: more.pop(k) for k in ("prefill", "cache_salt", "block_hashes", "num_held") if k in more}
+        names = ("prefill", "cache_salt", "block_hashes", "num_held", "itl_slo_s")
+        fields = {k: more.pop(k) for k in names if k in more}
         params = SamplingParams(
             max_tokens=max_tokens, seed=more.pop("seed", 0), **({"temperature": 0.0} | more)
         )  # type: ignore[arg-type]

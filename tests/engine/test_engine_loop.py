@@ -116,7 +116,7 @@ def test_broken_books_fail_everything_open_and_end_the_loop(rig, monkeypatch, br
     failed = rig.wait_failed()
     queued = {"queued", "too"} if broken == "command" else set()
     assert set(failed) == {"held", "loading", "running", "waiting"} | queued
-    assert {type(each.error) for each in failed.values()} == {EngineFault}
+    assert {type(each.error) for each in failed.values()} == {WorkerLost}
     assert "RuntimeError" in failed["running"].error.message
 
 

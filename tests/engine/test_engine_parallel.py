@@ -20,6 +20,7 @@ from tiny_llama import TinyCheckpoint, tiny_config
 from core.errors import ConfigError, WorkerLost
 from engine import batch_bytes
 from engine.batch import Batch, Chunk
+from engine.device import rank_device
 from engine.models.shard import rank_config, rank_weights
 from engine.models.weights import load_weights
 from engine.parallel import Group, Meeting
@@ -163,3 +164,12 @@ def test_a_degree_that_does_not_divide_is_refused():
         rank_config(CONFIGS["tied"], 4)
     with pytest.raises(ConfigError, match=r"choose one of 1, 2$"):
         rank_config(tiny_config(num_heads=4, num_kv_heads=2), 4)
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpu = torch.device("cuda", 0)
+    assert [rank_device(gpu, rank, 2) for rank in range(2)] == [torch.device("cuda", i) for i in range(2)]
+    assert rank_device(torch.device("cpu"), 2, 3) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="needs a GPU for each rank, this process sees 2"):
+        rank_device(gpu, 0, 3)

@@ -23,6 +23,7 @@ from tiny_llama import (
 from checkpoint.open import open_checkpoint
 from core.blocks import num_blocks_for
 from core.errors import ConfigError
+from core.settings import Settings
 from engine.batch import Batch, Chunk
 from engine.kernels.interface import Kernels
 from engine.kernels.torch_kernels import TorchKernels
@@ -30,9 +31,10 @@ from engine.kv_cache import KVCache
 from engine.models.llama import Llama
 from engine.models.rope import rope_frequencies
 from engine.models.weights import load_weights
-from engine.profile import largest_decodes, largest_steps, small_steps
+from engine.profile import largest_decodes, largest_steps, small_steps, typical_steps
 from engine.runner import ModelRunner
 from engine.step import Limits
+from services.worker.pool import make_pool
 
 pytest_plugins = ["kernel_sets"]
 
@@ -183,6 +185,33 @@ def test_the_steps_before_serving_are_the_largest_and_the_smallest() -> None:
     assert largest_steps(limits, history=512)[0][0].start == 512 - 64
     assert [(len(c), c.start) for c in largest_decodes(limits)] == [(1, 511)] * 8
     assert [len(step) for step in small_steps(limits)] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        (Limits(16, 2048, 8, 256, 8), [[(0, 16)], [(0, 64)], [(1000, 1)] * 4, [(1000, 64)]]),
+        (Limits(16, 512, 2, 2048, 8), [[(0, 32)], [(0, 128)], [(384, 1)] * 2, [(384, 128)]]),
+        (Limits(16, 2, 1, 1, 8), [[(0, 2)], [(0, 2)], [(0, 1)], [(0, 2)]]),
+    ],
+)
+def test_the_steps_that_are_timed_first(limits: Limits, steps: list[list[tuple[int, int]]]) -> None:
+    assert [[(chunk.start, len(chunk)) for chunk in step] for step in typical_steps(limits)] == steps
+
+
+def test_a_new_worker_knows_how_long_its_steps_take(tmp_path: Path) -> None:
+    config = tiny_config()
+    model = Llama(config, load_weights(TinyCheckpoint(config), "fp32", tmp_path), TorchKernels(), 512)
+    limits = Limits(16, 512, 4, 64, 8)
+    settings, device = Settings.model_validate({}), torch.device("cpu")
+    pool = make_pool(settings, model, layout_of(config), limits, device, "life", num_blocks=8)
+    assert not pool.runner.cache.raw.any()
+    prefill, decode = pool.times.prefill, pool.times.decode
+    assert (prefill.num_steps, decode.num_steps) == (3, 3)
+    assert 0 < decode.seconds(1, 1) < 10
+    assert 0 < prefill.seconds(16, 128) < 10
+    for region in pool.regions:
+        region.close()
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,12 @@ class MemoryStore:
         self.hit: list[list[bytes]] = []
         self.runner: HashRunner
 
-    def committed(self, block_hash: bytes, block_id: int, from_store: bool) -> None:
-        assert from_store <= (block_hash in self.blocks)
-        self.num_copied += not from_store
+    def committed(self, hashes, block_ids, num_from_store: int) -> None:
+        assert all(block_hash in self.blocks for block_hash in hashes[:num_from_store])
+        self.num_copied += len(hashes) - num_from_store
         size = self.runner.size
-        self.blocks.setdefault(block_hash, self.runner.slots[block_id * size : (block_id + 1) * size])
+        for block_hash, block_id in zip(hashes, block_ids, strict=True):
+            self.blocks.setdefault(block_hash, self.runner.slots[block_id * size : (block_id + 1) * size])
 
     def evicted(self, block_hash: bytes) -> None: ...
 
@@ -99,6 +100,43 @@ def test_a_request_takes_what_a_tier_holds(stored, arrived: int) -> None:
     assert (gathered.remote_tokens, gathered.computed_tokens) == (0, 37 - 8 * arrived)
     assert gathered.source_plan == "host"
     assert store.num_copied == 5 - arrived, "what came out of the store is not stored again"
+
+
+@pytest.mark.parametrize("arrived", [0, 2, 4])
+def test_a_block_that_two_want_is_loaded_for_both_at_once(stored, arrived: int) -> None:
+    """1. One request loads four blocks.  2. Another with the same three first waits for these, takes no blocks
+    of the pool, and a third one with a prompt of its own goes on.  3. What arrived is shared; the second asks
+    for what did not come."""
+    first, kept = stored(block_size=8)
+    prompt = random_prompt(37)
+    other = prompt[:26] + random_prompt(20, 7)
+    first.add("warm", prompt, 1)
+    first.run()
+    h, store = stored(kept, block_size=8)
+    h.add("r", prompt, 6, num_held=4)
+    h.step()
+    free = h.pool.num_free
+    h.add("s", other, 6, num_held=3)
+    assert not h.step()
+    assert h.pool.num_free == free
+    h.add("t", random_prompt(9, 5), 3)
+    while h.step():
+        pass
+    assert h.tokens("t") == expected(random_prompt(9, 5), 3)
+    (order,) = orders(h)
+    store.fill(order, arrived)
+    h.engine.handle(BlocksArrived(order.load_id, min(arrived, 2), min(arrived, 2)))
+    assert not h.step(), "the third block is still on its way"
+    h.engine.handle(LoadFinished("r/0", LoadReport(arrived, by_tier=(("host", arrived),))))
+    h.run()
+    assert h.tokens("r") == expected(prompt, 6)
+    later = orders(h)[1:]
+    assert [len(each.block_ids) for each in later] == ([] if arrived == 4 else [3 - arrived])
+    for each in later:
+        h.engine.handle(LoadFinished(each.load_id, LoadReport(0)))
+    h.run()
+    assert h.tokens("s") == expected(other, 6)
+    assert h.gathered("s").cached_tokens == 8 * min(arrived, 3)
 
 
 def test_what_the_pool_holds_or_nobody_holds_is_not_ordered(stored) -> None:

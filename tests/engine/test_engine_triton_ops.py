@@ -6,10 +6,11 @@ import interpreted_triton  # noqa: F401  (before every import of the kernels)
 import pytest
 import torch
 import triton_ops as ops
+from block_copies import CopyCase, check_copies, check_refusals, copy_cases
 from hypothesis import given, settings
 from triton_cases import E4M3, E5M2, geometries
 
-from engine.kernels.triton.block_copy import gather_blocks
+from engine.kernels.triton.kernels import TritonKernels
 from engine.kernels.triton.norm import rms_norm
 
 # Numpy warns where hardware silently goes to infinity, in lanes that a mask drops.
@@ -43,9 +44,9 @@ def test_head_norm(case: ops.HeadNormCase) -> None:
 
 
 @cases
-@given(ops.copy_cases())
-def test_gather_and_scatter(case: ops.CopyCase) -> None:
-    ops.check_copies(case)
+@given(copy_cases())
+def test_gather_and_scatter(case: CopyCase) -> None:
+    check_copies(TritonKernels(), case)
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
@@ -54,10 +55,6 @@ def test_fp8_rounds_like_torch(kv_dtype: torch.dtype) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    pool, ids = torch.zeros(4, 1, 2, 2, 8, 64), torch.tensor([0])
-    with pytest.raises(ValueError, match=r"must be contiguous \(1, 1, 2, 2, 8, 64\)"):
-        gather_blocks(pool, ids, torch.zeros(2, 1, 2, 2, 8, 64))
-    with pytest.raises(ValueError, match="no run of the pool's 2 KV heads"):
-        gather_blocks(pool, ids, torch.zeros(1, 1, 2, 2, 8, 64), range(1, 3))
+    check_refusals(TritonKernels())
     with pytest.raises(ValueError, match="contiguous"):
         rms_norm(torch.zeros(4, 4).T, torch.zeros(4), 1e-5)

@@ -9,23 +9,20 @@ from hypothesis import strategies as st
 from triton_cases import (
     BF16,
     DEVICE,
-    HEAD_DIMS,
     LAYER,
     NUM_LAYERS,
     Geometry,
     as_stored,
     close,
     dtypes,
-    kv_dtypes,
     noise,
     poisoned,
     seeds,
 )
 
-from core.kv import BLOCK_SIZES, KVLayout
+from core.kv import KVLayout
 from engine.kernels import reference
 from engine.kernels.triton.activation import silu_mul
-from engine.kernels.triton.block_copy import gather_blocks, scatter_blocks
 from engine.kernels.triton.norm import add_rms_norm, head_norm, rms_norm
 from engine.kernels.triton.rope import rope_and_store
 
@@ -123,57 +120,6 @@ def assert_same_pool(pool: torch.Tensor, twin: torch.Tensor) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-@dataclass(frozen=True)
-class CopyCase:
-    """`heads` is a run of the KV heads, None for whole blocks."""
-
-    kv_dtype: torch.dtype
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    num_blocks: int
-    chosen: int
-    heads: range | None
-    seed: int
-
-
-@st.composite
-def copy_cases(draw: st.DrawFn) -> CopyCase:
-    num_kv_heads, num_blocks = draw(st.integers(1, 5)), draw(st.integers(1, 12))
-    start = draw(st.integers(0, num_kv_heads - 1))
-    run = range(start, draw(st.integers(start + 1, num_kv_heads)))
-    return CopyCase(
-        kv_dtype=draw(kv_dtypes),
-        num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from(HEAD_DIMS)),
-        block_size=draw(st.sampled_from(BLOCK_SIZES)),
-        num_blocks=num_blocks,
-        chosen=draw(st.integers(1, num_blocks)),
-        heads=draw(st.sampled_from([None, run])),
-        seed=draw(seeds),
-    )
-
-
-def check_copies(case: CopyCase) -> None:
-    """Gather takes the blocks in the order asked for, NaN and all; scatter changes nothing else."""
-    torch.manual_seed(case.seed)
-    heads = case.heads or range(case.num_kv_heads)
-    shape = (case.num_blocks, NUM_LAYERS, case.num_kv_heads, 2, case.block_size, case.head_dim)
-    nbytes = torch.Size(shape).numel() * case.kv_dtype.itemsize
-    pool = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).to(DEVICE).view(case.kv_dtype).view(shape)
-    ids = torch.randperm(case.num_blocks)[: case.chosen].to(DEVICE)
-    picked = _bytes(pool)[ids][:, :, heads.start : heads.stop].contiguous()
-    buffer = torch.full_like(picked, 0xFF).view(case.kv_dtype)
-    gather_blocks(pool, ids, buffer, case.heads)
-    assert torch.equal(_bytes(buffer), picked)
-
-    fresh = torch.randint_like(picked, 0, 256)
-    want = _bytes(pool).clone()
-    want[ids, :, heads.start : heads.stop] = fresh
-    scatter_blocks(pool, ids.int(), fresh.view(case.kv_dtype), case.heads)
-    assert torch.equal(_bytes(pool), want)
 
 
 def check_fp8_rounding(kv_dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 import triton_attention as attention
 import triton_ops as ops
 import triton_sample as sampling
+from block_copies import CopyCase, check_copies, copy_cases
 from triton_cases import BF16, E4M3, E5M2, FP16, FP32, Geometry, noise
 
 from engine.kernels import reference
@@ -98,6 +99,6 @@ def test_sample(case: sampling.SampleCase) -> None:
 
 
 @cases
-@given(ops.copy_cases())
-def test_gather_and_scatter(case: ops.CopyCase) -> None:
-    ops.check_copies(case)
+@given(copy_cases())
+def test_gather_and_scatter(case: CopyCase) -> None:
+    check_copies(TritonKernels(), case)

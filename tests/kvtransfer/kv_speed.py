@@ -14,6 +14,7 @@ from kv_owner import make_transport
 
 from core.clock import monotonic
 from core.kv import KVLayout
+from engine.kernels.torch_kernels import TorchKernels
 from kvtransfer.checksum import checksum
 from kvtransfer.leases import LeaseView
 from kvtransfer.ledger import Ledger
@@ -53,7 +54,9 @@ async def pulls(name: str, src: int, dst: int, rounds: int) -> list[float]:
     regions = [Region.create(COUNT, nbytes, f"bench-d/{rank}") for rank in range(dst)]
     for region in regions:
         region.blocks[:] = 0
-    ranks = Ranks(LAYOUT, regions, {name: lambda region: make_transport(name, region, "bench")})
+    ranks = Ranks(
+        LAYOUT, regions, {name: lambda region: make_transport(name, region, "bench")}, TorchKernels()
+    )
     lives = " ".join(f"bench-p/{rank}" for rank in range(src))
     owner = Owner(name, lives, 2 * COUNT, rank_layout(LAYOUT, src).block_nbytes)
     sums = [owner.checksums[2 * COUNT * rank + i] for rank in range(src) for i in REMOTE]

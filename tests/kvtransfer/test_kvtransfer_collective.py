@@ -73,7 +73,7 @@ def dial(owner):
     """A reader that speaks the control protocol by hand."""
     offer = json.loads(owner.offer())
     control = Control(socket.create_connection((offer["host"], offer["port"]), 5.0))
-    control.send({"version": 1, "incarnation": "owner-1"}, 5.0)
+    control.send({"version": 1, "incarnation": "owner-1", "ticket": offer["ticket"]}, 5.0)
     return control
 
 
@@ -158,6 +158,15 @@ def test_a_restarted_owner_on_the_same_port_refuses(owner, small):
     transport, _ = small
     with pytest.raises(PeerLost, match=r"refuses to be read.*incarnation 'owner-1', not 'owner-0'"):
         transport.connect(owner.offer().replace(b"owner-1", b"owner-0"))
+
+
+@pytest.mark.parametrize("ticket", ["", "0" * 32, "\u00e9"])
+def test_who_was_not_given_the_offer_reads_nothing(owner, small, ticket):
+    transport, _ = small
+    offer = json.loads(owner.offer())
+    with pytest.raises(PeerLost):
+        transport.connect(json.dumps(offer | {"ticket": ticket}).encode())
+    transport.connect(owner.offer()).close()
 
 
 def test_the_number_of_readers_is_bounded(owner, small, monkeypatch):

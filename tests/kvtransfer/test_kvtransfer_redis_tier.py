@@ -233,7 +233,7 @@ async def test_a_cluster(start_redis: StartRedis, make_redis_tier: MakeRedisTier
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("http://host:6379", "begins with 'http'"),
+        ("http://host:6379", "begins with none of redis://"),
         ("localhost:6379", "rediss://"),
         ("redis://host:notaport", "cannot be used"),
         ("redis://host:6379?ssl_ca_certs", None),
@@ -260,6 +260,15 @@ def test_urls_that_cannot_work_are_refused(url: str, says: str | None) -> None:
 )
 def test_the_log_knows_no_password(url: str, address: str) -> None:
     assert RedisClient(url).address == address
+
+
+@pytest.mark.parametrize("url", ["redis://me:qq/zz@host:6379", "me:qq/zz@host:6379", "redis://:qq/zz@host"])
+def test_a_refusal_knows_no_password(url: str) -> None:
+    """It is not percent-encoded, so its first part reads as a port; or the scheme is missing."""
+    with pytest.raises(ConfigError) as refused:
+        RedisClient(url)
+    assert "qq" not in str(refused.value)
+    assert "zz" not in str(refused.value)
 
 
 async def test_nothing_works_after_close_and_closing_twice_is_fine(redis_server: RedisServer) -> None:

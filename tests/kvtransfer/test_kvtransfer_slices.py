@@ -12,6 +12,7 @@ from kv_owner import make_transport
 from core.clock import monotonic
 from core.errors import ChecksumMismatch, ConfigError, IncompatiblePeer, LeaseLost, PeerLost, SourceFailed
 from core.kv import KVLayout
+from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_cache import KVCache
 from kvtransfer import ranks as ranks_module
 from kvtransfer.checksum import checksum
@@ -21,7 +22,7 @@ from kvtransfer.ledger import Ledger
 from kvtransfer.puller import Puller
 from kvtransfer.ranks import Ranks
 from kvtransfer.region import Region
-from kvtransfer.slices import HeadSlice, columns, heads_of, plan_slices, rank_layout
+from kvtransfer.slices import HeadSlice, heads_of, plan_slices, rank_layout
 from kvtransfer.transport import FakePool, FakeTransport, ReadPending
 
 REMOTE = [6, 2, 3, 4, 0, 7, 5]
@@ -67,7 +68,6 @@ def test_bytes_of_a_slice_in_a_row():
     assert layout.head_nbytes(0) == 8192
     assert layout.block_nbytes == 30 * 3 * layout.head_nbytes(0)
     assert rank_layout(layout, 3).block_nbytes == 30 * layout.head_nbytes(0)
-    assert columns(1, 2, layout.head_nbytes(0)) == slice(8192, 24576)
 
 
 @pytest.mark.parametrize("degree", [0, 2, 4, 6])
@@ -99,7 +99,7 @@ class Side:
             whole = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
             for rank, rows in enumerate(self.rows()):
                 rows[:] = whole[:, :, list(heads_of(num_kv_heads, degree, rank))]
-        self.ranks = Ranks(self.layout, self.regions, {name: make})
+        self.ranks = Ranks(self.layout, self.regions, {name: make}, TorchKernels())
 
     @staticmethod
     def layout_of(num_kv_heads: int) -> KVLayout:

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from host_slots import put
 
 from kvtransfer.host_tier import HostTier
 from kvtransfer.store_policy import Admission, StorePolicy
@@ -58,7 +59,7 @@ def test_names_are_those_of_the_setting():
 async def test_queue_takes_so_many_and_counts_what_it_refuses():
     host, tier = HostTier(8 * 64, 64), FakeTier()
     for i in range(6):
-        assert host.put(bytes([i]) * 32, memoryview(bytes([i]) * 64))
+        assert put(host, bytes([i]) * 32, memoryview(bytes([i]) * 64))
     hashes = [bytes([i]) * 32 for i in range(6)]
     done: list[tuple[bytes, ...]] = []
     writer = WriteBehind(
@@ -93,7 +94,7 @@ async def test_a_tier_that_raises_is_a_tier_that_failed():
             raise OSError("no such disk")
 
     host, stored = HostTier(2 * 64, 64), []
-    host.put(A, memoryview(bytes(64)))
+    put(host, A, memoryview(bytes(64)))
     writer = WriteBehind(
         Raising(), host, asyncio.get_running_loop(), 4, lambda hashes, count: stored.append(count)
     )
@@ -116,7 +117,7 @@ async def test_whatever_goes_wrong_with_a_batch_the_next_one_is_stored():
     writer = WriteBehind(tier, host, asyncio.get_running_loop(), 4, tell)
     running = asyncio.create_task(writer.run())
     for block_hash in (A, B):
-        host.put(block_hash, memoryview(bytes(64)))
+        put(host, block_hash, memoryview(bytes(64)))
         assert writer.offer(block_hash)
         assert await writer.drained(5)
     assert (told, writer.errors, set(tier.held)) == ([1, 1], 1, {A, B})

@@ -22,6 +22,8 @@ from pathlib import Path
 from kvtransfer.disk_files import BlockFiles
 from kvtransfer.disk_tier import DiskTier
 from kvtransfer.store_policy import StorePolicy
+from kvtransfer.region import Region
+from kvtransfer.tier_pool import RegionPool
 from kvtransfer.tier_stack import TierStack
 
 class Dead(BlockFiles):
@@ -30,10 +32,10 @@ class Dead(BlockFiles):
 
 async def main():
     tier = DiskTier(Dead(Path(sys.argv[1]), bytes(32), 4096), 2**20, 0.1)
-    stack = TierStack(4096, 2**20, [tier], StorePolicy.WRITE_THROUGH)
+    stack = TierStack(RegionPool(Region.create(1, 4096, "life")), 2**20, [tier], StorePolicy.WRITE_THROUGH)
     await tier.opened()
     assert await tier.store([(bytes(32), memoryview(bytes(4096)))]) == 1
-    assert await stack.load("disk", [bytes(32)], [memoryview(bytearray(4096))], print) == 0
+    assert await stack.load("disk", [bytes(32)], [0], print) == 0
     await stack.close(drain_s=0.1)
 
 asyncio.run(main())

@@ -1,11 +1,13 @@
 import asyncio
 
 import pytest
-from stack_blocks import NBYTES, buffers, key, keys, load, payload, stack_of, tier_with, until
+from host_slots import put
+from stack_blocks import NBYTES, POOL, commit, key, keys, load, payload, stack_of, targets, tier_with, until
 
 from core.errors import ConfigError
 from kvtransfer.store_policy import StorePolicy
 from kvtransfer.tier import FakeTier
+from kvtransfer.tier_pool import RegionPool
 from kvtransfer.tier_stack import Held, TierStack, parse_order
 
 # Looking up.
@@ -14,8 +16,8 @@ from kvtransfer.tier_stack import Held, TierStack, parse_order
 async def test_each_tier_adds_what_those_above_lack():
     disk, redis = tier_with(2, 3, 4), tier_with(0, 1, 2, 5, 6, 9, name="redis")
     async with stack_of(disk, redis) as stack:
-        stack.committed(key(0), payload(0))
-        stack.committed(key(1), payload(1))
+        commit(stack, 0)
+        commit(stack, 1)
         held = await stack.lookup(keys(*range(10)))
         assert held == [Held("host", 0, 2), Held("disk", 2, 3), Held("redis", 5, 2)]
         assert await stack.lookup(keys(7, 8)) == []
@@ -59,7 +61,7 @@ async def test_blocks_come_from_each_tier_and_stay_in_host():
 async def test_what_the_host_holds_is_not_loaded_again():
     disk = tier_with(*range(6))
     async with stack_of(disk) as stack:
-        stack.committed(key(1), payload(1))
+        commit(stack, 1)
         assert await load(stack, "disk", range(6)) == list(range(6))
         assert sorted(h for hashes in disk.loads for h in hashes) == keys(0, 2, 3, 4, 5)
 
@@ -87,7 +89,7 @@ async def test_cancelling_one_load_leaves_the_others_and_writes_nothing_more():
     disk = tier_with(*range(4))
     async with stack_of(disk) as stack:
         disk.stick()
-        into, arrived = buffers(4), []
+        into, arrived = targets(4), []
         gone = asyncio.create_task(stack.load("disk", keys(*range(4)), into, arrived.append))
         stays = asyncio.create_task(load(stack, "disk", range(4)))
         await until(lambda: disk.loads)
@@ -96,7 +98,7 @@ async def test_cancelling_one_load_leaves_the_others_and_writes_nothing_more():
             await gone
         disk.release()
         assert await stays == [0, 1, 2, 3]
-        assert into == buffers(4)
+        assert not any(any(POOL.block(i)) for i in into)
         assert arrived == []
         assert len(disk.loads) == 1
 
@@ -146,8 +148,8 @@ async def test_a_tier_that_raises_or_lies_short_is_a_miss():
 async def test_when_every_slot_is_pinned_a_load_is_a_miss():
     disk = tier_with(5)
     async with stack_of(disk, slots=2) as stack:
-        stack.host.put(key(0), payload(0))
-        stack.host.put(key(1), payload(1))
+        put(stack.host, key(0), payload(0))
+        put(stack.host, key(1), payload(1))
         stack.host.pin(keys(0, 1))
         assert await load(stack, "disk", range(5, 6)) == []
         stack.host.unpin(keys(0, 1))
@@ -156,9 +158,9 @@ async def test_when_every_slot_is_pinned_a_load_is_a_miss():
 
 async def test_without_a_host_tier_blocks_pass_through_staging():
     disk = tier_with(*range(100, 140))
-    stack = TierStack(NBYTES, 0, [disk], StorePolicy.WRITE_THROUGH)
+    stack = TierStack(RegionPool(POOL), 0, [disk], StorePolicy.WRITE_THROUGH)
     for i in range(4):
-        assert stack.committed(key(i), payload(i))
+        assert commit(stack, i)
     await until(lambda: key(3) in disk.held)
     assert await stack.lookup(keys(0, 1)) == [Held("disk", 0, 2)]
     assert await load(stack, "disk", range(100, 140)) == list(range(100, 140))
@@ -169,9 +171,9 @@ async def test_without_a_host_tier_blocks_pass_through_staging():
 @pytest.mark.parametrize("policy", StorePolicy)
 async def test_without_a_host_tier_what_was_computed_is_stored_at_once(policy):
     disk = FakeTier("disk")
-    stack = TierStack(NBYTES, 0, [disk], policy)
+    stack = TierStack(RegionPool(POOL), 0, [disk], policy)
     for i in range(300):  # more than the staging arena has slots
-        stack.committed(key(i), payload(i))
+        commit(stack, i)
         await until(lambda i=i: key(i) in disk.held)
     stack.touch(keys(*range(300)))
     assert await stack.lookup(keys(*range(300))) == [Held("disk", 0, 300)]
@@ -181,8 +183,8 @@ async def test_without_a_host_tier_what_was_computed_is_stored_at_once(policy):
 
 async def test_unequal_lengths_are_a_mistake():
     async with stack_of() as stack:
-        with pytest.raises(ValueError, match="2 blocks cannot fill 1 buffers"):
-            await stack.load("host", keys(0, 1), buffers(1), lambda count: None)
+        with pytest.raises(ValueError, match="2 blocks cannot fill 1 of the pool"):
+            await stack.load("host", keys(0, 1), targets(1), lambda count: None)
 
 
 # The setting.

@@ -6,10 +6,11 @@ import threading
 from contextlib import suppress
 
 import pytest
-from stack_blocks import NBYTES, key, keys, load, payload, stack_of, tier_with, until
+from stack_blocks import NBYTES, POOL, commit, key, keys, load, payload, stack_of, tier_with, until
 
 from kvtransfer.store_policy import StorePolicy
 from kvtransfer.tier import FakeTier
+from kvtransfer.tier_pool import RegionPool
 from kvtransfer.tier_stack import Held, TierStack
 
 
@@ -25,7 +26,7 @@ async def test_random_traffic_never_gives_foreign_bytes_and_leaves_no_pin():
             own = random.Random(6)
             while not stopped.is_set():
                 block = own.randrange(200)
-                stack.committed(key(block), payload(block))
+                commit(stack, block)
                 stack.touch(keys(block, block + 1))
 
         thread = threading.Thread(target=engine)
@@ -65,9 +66,9 @@ async def test_random_traffic_never_gives_foreign_bytes_and_leaves_no_pin():
 
 async def test_close_stores_what_is_queued_and_ends_the_threads():
     disk = FakeTier("disk")
-    stack = TierStack(NBYTES, 32 * NBYTES, [disk], StorePolicy.WRITE_THROUGH)
+    stack = TierStack(RegionPool(POOL), 32 * NBYTES, [disk], StorePolicy.WRITE_THROUGH)
     for i in range(8):
-        stack.committed(key(i), payload(i))
+        commit(stack, i)
     assert await load(stack, "host", range(1)) == [0]
     ours = {"kv-tiers", "kv-copy-0"}
     assert ours <= {thread.name for thread in threading.enumerate()}
@@ -75,7 +76,7 @@ async def test_close_stores_what_is_queued_and_ends_the_threads():
     await stack.close()
     assert len(disk.held) == 8
     assert disk.closed
-    assert not stack.committed(key(9), payload(9))
+    assert not commit(stack, 9)
     stack.touch(keys(0))
     assert await stack.lookup(keys(0)) == [Held("host", 0, 1)]
     assert await load(stack, "disk", range(1)) == []
@@ -84,9 +85,9 @@ async def test_close_stores_what_is_queued_and_ends_the_threads():
 
 async def test_close_does_not_wait_for_a_stuck_tier():
     disk = tier_with(7)
-    stack = TierStack(NBYTES, 32 * NBYTES, [disk], StorePolicy.WRITE_THROUGH)
+    stack = TierStack(RegionPool(POOL), 32 * NBYTES, [disk], StorePolicy.WRITE_THROUGH)
     disk.stick()
-    stack.committed(key(0), payload(0))
+    commit(stack, 0)
     loading = asyncio.create_task(load(stack, "disk", range(7, 8)))
     await until(lambda: disk.loads)
     await stack.close(drain_s=0.01)
@@ -109,7 +110,7 @@ async def test_close_lets_loads_end_first():
             await super().close()
 
     disk = Watched("disk", held={key(7): bytes(payload(7))})
-    stack = TierStack(NBYTES, 32 * NBYTES, [disk], StorePolicy.WRITE_THROUGH)
+    stack = TierStack(RegionPool(POOL), 32 * NBYTES, [disk], StorePolicy.WRITE_THROUGH)
     disk.stick()
     loading = asyncio.create_task(load(stack, "disk", range(7, 8)))
     await until(lambda: disk.at_work)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from stack_blocks import NBYTES, key, keys, load, payload, stack_of, tier_with, until
+from stack_blocks import NBYTES, commit, key, keys, load, payload, stack_of, tier_with, until
 
 from kvtransfer.store_policy import StorePolicy
 from kvtransfer.tier import FakeTier
@@ -15,7 +15,7 @@ async def test_what_a_tier_lost_is_stored_again_once_it_was_computed_again():
     disk = FakeTier("disk")
     async with stack_of(disk) as stack:
         for _ in range(2):
-            assert stack.committed(key(0), payload(0))
+            assert commit(stack, 0)
             await until(lambda: key(0) in disk.held)
             del disk.held[key(0)]
 
@@ -28,7 +28,7 @@ async def test_a_stuck_tier_does_not_delay_a_commit():
         committed = []
 
         def engine() -> None:
-            committed.extend(stack.committed(key(i), payload(i)) for i in range(100))
+            committed.extend(commit(stack, i) for i in range(100))
 
         thread = threading.Thread(target=engine)
         thread.start()
@@ -45,7 +45,7 @@ async def test_write_behind_is_bounded_in_bytes():
     async with stack_of(disk, slots=64, write_behind_nbytes=3 * NBYTES) as stack:
         disk.stick()
         for i in range(10):
-            stack.committed(key(i), payload(i))
+            commit(stack, i)
         assert stack.stats()["disk"].dropped == 7
 
 
@@ -54,7 +54,7 @@ async def test_one_stuck_tier_does_not_starve_the_other():
     async with stack_of(disk, redis) as stack:
         disk.stick()
         for i in range(3):
-            stack.committed(key(i), payload(i))
+            commit(stack, i)
         await until(lambda: len(redis.held) == 3)
         assert disk.held == {}
 
@@ -64,7 +64,7 @@ async def test_a_tier_without_space_loses_nothing_but_the_store(trouble):
     disk = FakeTier("disk")
     async with stack_of(disk) as stack:
         setattr(disk, trouble, True)
-        assert stack.committed(key(0), payload(0))
+        assert commit(stack, 0)
         await until(lambda: stack.stats()["disk"].dropped == 1)
         assert await load(stack, "host", range(1)) == [0]
         setattr(disk, trouble, False)
@@ -76,8 +76,8 @@ async def test_second_hit_stores_what_was_used_twice():
     disk = FakeTier("disk")
     async with stack_of(disk, policy=StorePolicy.SECOND_HIT) as stack:
         for i in range(6):
-            stack.committed(key(i), payload(i))
-        stack.committed(key(0), payload(0))
+            commit(stack, i)
+        commit(stack, 0)
         await load(stack, "host", range(1, 3))
         await load(stack, "host", range(4, 6), is_use=False)
         stack.touch(keys(3, 77))  # 77 is in the device's pool only: nothing to store it from
@@ -91,7 +91,7 @@ async def test_on_evict_stores_what_leaves_the_host_tier():
     disk = FakeTier("disk")
     async with stack_of(disk, slots=16, policy=StorePolicy.ON_EVICT) as stack:
         for i in range(100):
-            stack.committed(key(i), payload(i))
+            commit(stack, i)
             await until(lambda: stack.host.num_free > 0)
         await until(lambda: stack.host.num_free >= 4)
         stats = stack.stats()
@@ -107,7 +107,7 @@ async def test_on_evict_stores_in_every_tier_before_the_block_goes():
     async with stack_of(disk, redis, slots=32, policy=StorePolicy.ON_EVICT) as stack:
         redis.stick()
         for i in range(30):
-            stack.committed(key(i), payload(i))
+            commit(stack, i)
         await until(lambda: len(disk.held) >= 2)
         assert stack.host.holds(key(0))
         redis.release()
@@ -121,7 +121,7 @@ async def test_on_evict_drops_and_counts_when_the_tier_is_stuck():
     async with stack_of(disk, slots=16, policy=StorePolicy.ON_EVICT) as stack:
         disk.stick()
         for i in range(100):
-            assert stack.committed(key(i), payload(i))
+            assert commit(stack, i)
         stats = stack.stats()
         assert stats["disk"].dropped == stats["host"].evictions > 0
 
@@ -139,7 +139,7 @@ async def test_two_workers_share_through_one_tier():
     redis = FakeTier("redis")
     async with stack_of(redis) as first:
         for i in range(5):
-            first.committed(key(i), payload(i))
+            commit(first, i)
     async with stack_of(FakeTier("redis", held=redis.held)) as second:
         assert await second.lookup(keys(*range(6))) == [Held("redis", 0, 5)]
         assert await load(second, "redis", range(5)) == list(range(5))

@@ -9,71 +9,57 @@ from dataclasses import replace
 import pytest
 
 from core.kv import Fingerprint
-from planning.balance import cost_tokens, credit_tokens, fade
-from planning.plan import FleetView, Forced, RequestFacts, WorkerView, plan
+from core.step_model import StepModel
+from planning.balance import fade, sequence_s
+from planning.estimate import Targets
+from planning.plan import Forced, Plan, RequestFacts, plan
 from planning.prefix_index import Changes, PrefixIndex
+from planning.worker_view import FleetView, WorkerView
 
 PRINT = Fingerprint("m", "t", 30, 3, 64, 16, "fp32", "default/100000", 4096)
-NONE = {"device": 0, "host": 0, "disk": 0, "redis": 0}
+MODEL = StepModel(a=0.0, b=0.001, num_steps=9)
 
 
-@pytest.mark.parametrize(
-    ("found", "token_s", "prefill_token_s", "credit"),
-    [
-        ({}, {}, 0.001, 0),
-        ({"device": 4}, {}, 0.001, 64),
-        ({"device": 4}, {}, 0.0, 64),
-        ({"device": 2, "host": 2}, {"host": 0.0001}, 0.001, 32 + 0.9 * 32),
-        ({"host": 1, "disk": 1, "redis": 1}, {"host": 0.0, "disk": 0.0005, "redis": 0.002}, 0.001, 16 + 8),
-        ({"redis": 1}, {"redis": 0.0005}, 0.0, 8),  # a worker that has computed nothing: the first guess
-        ({"disk": 3}, {}, 0.001, 0),  # it did not say how fast its disk is
-    ],
-)
-def test_a_hit_is_worth_what_loading_it_saves(found, token_s, prefill_token_s, credit):
-    assert credit_tokens(found, 16, token_s, prefill_token_s) == pytest.approx(credit)
+def views(count: int, **changes: object) -> tuple[WorkerView, ...]:
+    one = WorkerView("", "", "", PRINT, 256, prefill_model=MODEL)
+    return tuple(
+        replace(one, worker_id=str(i), address=f"w:{i}", incarnation=str(i), **changes) for i in range(count)
+    )
 
 
-def test_the_best_hit_is_worth_eight_sequences_whatever_its_length():
+def decide(tokens: int, fleet: FleetView, forced: Forced, rng: random.Random) -> Plan:
+    return plan(RequestFacts(tokens), fleet, forced, targets=Targets(), min_remote_tokens=64, rng=rng)
+
+
+def test_a_hit_of_all_of_a_prompt_is_worth_eight_sequences_sent_lately():
     for tokens in (512, 4096, 100_000):
-        assert cost_tokens(tokens, tokens, 8) == cost_tokens(tokens, 0, 0)
-    assert cost_tokens(48, 48, 1) > cost_tokens(48, 0, 0), "too short to matter more than a sequence"
+        whole_s = MODEL.prompt_seconds(tokens, 0, 256)
+        assert 8 * sequence_s(MODEL, whole_s) == pytest.approx(whole_s)
+    assert sequence_s(MODEL, 0.048) > 0.048, "too short a prompt to matter more than a sequence"
 
 
 @pytest.mark.parametrize(
     ("workers", "chosen"),
     [
-        ([(0, 0, 0), (0, 0, 512)], {1}),  # (load, recent, credit)
-        ([(0, 0, 0), (0, 0, 400), (0, 0, 512)], {2}),
-        ([(0, 0, 0), (7, 0, 512)], {1}),
-        ([(0, 0, 0), (9, 0, 512)], {0}),
-        ([(0, 0, 0), (0, 9, 512)], {0}),
-        ([(1, 0, 0), (0, 0.5, 0)], {1}),
-        ([(3, 0, 0), (1, 0, 0), (1, 0, 0)], {1, 2}),
-        ([(0, 0, 512), (0, 0, 512), (0, 0, 448)], {0, 1}),
+        ([(0, 0), (0, 31)], {1}),  # (sent lately, blocks held)
+        ([(0, 0), (0, 25), (0, 31)], {2}),
+        ([(0, 0), (7, 31)], {1}),
+        ([(0, 0), (14, 31)], {0}),
+        ([(1, 0), (0.5, 0)], {1}),
+        ([(3, 0), (1, 0), (1, 0)], {1, 2}),
+        ([(0, 31), (0, 31), (0, 28)], {0, 1}),
     ],
 )
 def test_who_gets_a_prompt_of_512_tokens(workers, chosen):
-    views = tuple(
-        WorkerView(str(i), f"w:{i}", str(i), PRINT, 256, load, recent, credit)
-        for i, (load, recent, credit) in enumerate(workers)
-    )
-    for pool in ("decode", "prefill"):
-        one = replace(views[0], incarnation="d")
-        fleet = FleetView(views, ()) if pool == "decode" else FleetView((one,), views)
-        made = [
-            plan(RequestFacts(512), fleet, Forced.AUTO, min_remote_tokens=64, rng=random.Random(seed))
-            for seed in range(30)
-        ]
-        assert {int(getattr(each, pool).worker_id) for each in made} == chosen
-
-
-def test_the_credit_is_one_requests_and_the_load_is_everybodys():
-    views = tuple(WorkerView(str(i), f"w:{i}", str(i), PRINT, 256, 0) for i in range(2))
-    fleet = FleetView(views, ()).credited({"1": 100.0})
-    assert [w.credit_tokens for w in fleet.decode] == [0.0, 100.0]
-    made = plan(RequestFacts(512), fleet, Forced.AUTO, min_remote_tokens=64, rng=random.Random(0))
-    after = fleet.after(made, 2).credited({})
-    assert [(w.load, w.recent, w.credit_tokens) for w in after.decode] == [(0, 0, 0), (2, 2, 0)]
+    recent = {str(i): sent for i, (sent, _) in enumerate(workers)}
+    found = {str(i): {"device": blocks} for i, (_, blocks) in enumerate(workers) if blocks}
+    decode = FleetView(views(len(workers)), (), found, recent)
+    made = [decide(512, decode, Forced.AUTO, random.Random(seed)) for seed in range(30)]
+    assert {int(each.decode.worker_id) for each in made} == chosen
+    one = replace(views(1)[0], incarnation="d")
+    prefill = FleetView((one,), views(len(workers)), found, recent)
+    made = [decide(512, prefill, Forced.DISAGGREGATED, random.Random(seed)) for seed in range(30)]
+    assert {int(each.prefill.worker_id) for each in made if each.prefill} == chosen
 
 
 def test_what_was_sent_lately_settles_where_all_get_alike():
@@ -110,25 +96,24 @@ class Workers:
         self.held: list[set[int]] = [set() for _ in range(4)]
         self.load = [0] * 4
         self.recent = [[0.0] * 4 for _ in range(num_routers)]
-        self.indexes = [PrefixIndex() for _ in range(4)]
-        for index in self.indexes:
-            index.apply(0, 0, True, ())
+        self.index = PrefixIndex()
+        self.told = dict.fromkeys("0123", 0)
+        for name in self.told:
+            self.index.apply(name, 0, 0, True, ())
         self.shares: Counter[int] = Counter()
         self.hits = 0
         self._news: deque[tuple[int, Prompt]] = deque()
         self._running: deque[int] = deque()
-        self._lag, self._turn = lag, 0
+        self._lag = lag
 
     def view(self, router: int, prompt: Prompt) -> FleetView:
-        views = (
-            WorkerView(str(i), f"w:{i}", str(i), PRINT, 256, self.load[i], self.recent[router][i])
-            for i in range(4)
+        workers = (replace(each, load=load) for each, load in zip(views(4), self.load, strict=True))
+        return FleetView(
+            tuple(workers),
+            (),
+            {name: self.index.leading(name, prompt) for name in "0123"},
+            dict(zip("0123", self.recent[router], strict=True)),
         )
-        credits = {
-            str(i): credit_tokens(index.leading(prompt), 16, {}, 0.001)
-            for i, index in enumerate(self.indexes)
-        }
-        return FleetView(tuple(views), ()).credited(credits)
 
     def serve(self, router: int, chosen: int, prompt: Prompt, in_flight: int) -> None:
         """`in_flight` requests run at once; the oldest ends when one more begins."""
@@ -147,9 +132,10 @@ class Workers:
             self._tell(*self._news.popleft())
 
     def _tell(self, worker: int, prompt: Prompt) -> None:
-        self._turn += 1
-        index = self.indexes[worker]
-        assert index.apply(index._next or 0, (index._next or 0) + 1, False, [Changes("device", prompt)])
+        name = str(worker)
+        first = self.told[name]
+        self.told[name] += 1
+        assert self.index.apply(name, first, first + 1, False, [Changes("device", prompt)])
 
     @property
     def skew(self) -> float:
@@ -159,9 +145,8 @@ class Workers:
 def run(prompts: list[Prompt], in_flight: int, lag: int, num_routers: int, seed: int) -> Workers:
     rng, workers = random.Random(seed), Workers(lag, num_routers)
     for turn, prompt in enumerate(prompts):
-        router, facts = turn % num_routers, RequestFacts(len(prompt) * 16)
-        fleet = workers.view(router, prompt)
-        made = plan(facts, fleet, Forced.LOCAL, min_remote_tokens=64, rng=rng)
+        router = turn % num_routers
+        made = decide(len(prompt) * 16, workers.view(router, prompt), Forced.LOCAL, rng)
         workers.serve(router, int(made.decode.worker_id), prompt, in_flight)
     return workers
 

@@ -11,34 +11,37 @@ import pytest
 from core.errors import ContextLengthExceeded, InvalidParameter, Unavailable
 from core.kv import Fingerprint
 from core.request import PlanKind
-from planning.plan import FleetView, Forced, Reason, RequestFacts, WorkerView, plan
+from planning.estimate import Targets
+from planning.plan import Forced, RequestFacts, plan
+from planning.reason import Reason
+from planning.worker_view import FleetView, WorkerView
 
 PRINT = Fingerprint("m", "t", 30, 3, 64, 16, "fp32", "default/100000", 2048)
-D = WorkerView("d", "d:1", "1", PRINT, total_blocks=128, load=0)
-P = WorkerView("p", "p:1", "1", PRINT, total_blocks=128, load=0)
+D = WorkerView("d", "d:1", "1", PRINT, total_blocks=128)
+P = WorkerView("p", "p:1", "p1", PRINT, total_blocks=128)
 OTHER_P = replace(P, fingerprint=replace(PRINT, block_size=32))
 SMALL_P = replace(P, total_blocks=4)
 
 
-def decide(facts=100, fleet=None, forced=Forced.AUTO, seed=0, **changes):
+def decide(facts: int | RequestFacts = 100, fleet=None, forced=Forced.AUTO, seed=0, **changes):
     if isinstance(facts, int):
         facts = RequestFacts(facts, **changes)
     fleet = fleet or FleetView((D,), (P,))
-    return plan(facts, fleet, forced, min_remote_tokens=64, rng=random.Random(seed))
+    return plan(facts, fleet, forced, targets=Targets(), min_remote_tokens=64, rng=random.Random(seed))
 
 
 @pytest.mark.parametrize(
     ("tokens", "prefill", "forced", "kind", "reason"),
     [
-        (81, (P,), "auto", "disaggregated", Reason.LONG_PROMPT),
-        (65, (P,), "auto", "disaggregated", Reason.LONG_PROMPT),
+        (81, (P,), "auto", "disaggregated", Reason.CHEAPEST_PAIR),
+        (65, (P,), "auto", "disaggregated", Reason.CHEAPEST_PAIR),
         (64, (P,), "auto", "local", Reason.SHORT_PROMPT),
         (1, (P,), "auto", "local", Reason.SHORT_PROMPT),
         (81, (), "auto", "local", Reason.NO_PREFILL_WORKER),
         (81, (OTHER_P,), "auto", "local", Reason.NO_COMPATIBLE_PREFILL),
         (81, (SMALL_P,), "auto", "local", Reason.PROMPT_EXCEEDS_PREFILL_POOL),
-        (80, (SMALL_P,), "auto", "disaggregated", Reason.LONG_PROMPT),
-        (81, (OTHER_P, SMALL_P, P), "auto", "disaggregated", Reason.LONG_PROMPT),
+        (80, (SMALL_P,), "auto", "disaggregated", Reason.CHEAPEST_PAIR),
+        (81, (OTHER_P, SMALL_P, P), "auto", "disaggregated", Reason.CHEAPEST_PAIR),
         (81, (P,), "local", "local", Reason.FORCED_LOCAL),
         (17, (P,), "disaggregated", "disaggregated", Reason.FORCED_DISAGGREGATED),
     ],
@@ -72,12 +75,18 @@ def test_a_forced_handoff_of_no_full_block_is_the_clients_mistake(prefill):
 
 
 def test_the_next_prompt_sees_the_load_of_the_one_before():
-    fleet = FleetView((D, replace(D, worker_id="d2", incarnation="2")), (replace(P, incarnation="3"),))
+    fleet = FleetView((D, replace(D, worker_id="d2", incarnation="2")), (P,))
     made = decide(100, fleet)
-    after = fleet.after(made, 3)
-    loads = {worker.incarnation: worker.load for worker in (*after.decode, *after.prefill)}
-    assert loads == {"1": 0, "2": 0, "3": 3} | {made.decode.incarnation: 3}
-    assert decide(100, after).decode.incarnation != made.decode.incarnation
+    assert {name: (sent.sequences, sent.tokens) for name, sent in made.work.items()} == {
+        made.decode.incarnation: (1, 4),
+        "p1": (1, 96),
+    }
+    after = fleet.given({name: sent.times(3) for name, sent in made.work.items()})
+    loads = {each.incarnation: (each.load, each.queued_tokens) for each in (*after.decode, *after.prefill)}
+    assert loads == {"1": (0, 0), "2": (0, 0), "p1": (3, 96)} | {made.decode.incarnation: (3, 4)}
+    assert after.recent == {made.decode.incarnation: 3, "p1": 3}
+    assert decide(100, after, Forced.DISAGGREGATED).decode.incarnation != made.decode.incarnation
+    assert fleet.given({}) is fleet
 
 
 def test_nobody_ready():
@@ -124,5 +133,5 @@ def test_least_loaded_and_random_among_equals():
     chosen = Counter(decide(10, FleetView(workers, ()), seed=seed).decode.worker_id for seed in range(300))
     assert set(chosen) == {"1", "2", "3"}
     assert min(chosen.values()) > 60
-    prefill = (replace(P, worker_id="busy", load=1), P)
+    prefill = (replace(P, worker_id="busy", incarnation="p2", queued_tokens=500), P)
     assert decide(100, FleetView((D,), prefill)).prefill == P

@@ -24,11 +24,13 @@ def stack_of(text: TextSide):
         decode: int = 1,
         prefill: int = 0,
         blocks: int = 512,
+        seats: int = 0,
         **settings: object,
     ):
         print_ = fingerprint(text.tokenizer_digest)
         workers = [
-            FakeWorker(print_, script, worker_id=f"decode-{i}", total_blocks=blocks) for i in range(decode)
+            FakeWorker(print_, script, worker_id=f"decode-{i}", total_blocks=blocks, max_num_seqs=seats)
+            for i in range(decode)
         ]
         workers += [
             FakeWorker(print_, worker_id=f"prefill-{i}", role="prefill", total_blocks=blocks)

@@ -52,13 +52,19 @@ def says(
 ) -> Script:
     """Every choice says `ids` up to its limit; a STOP finish appends the end token.
 
-    At step `fail_at` the script raises `error`. Like the real worker it ends at a stop token.
+    At step `fail_at` the script raises `error`. Like the real worker it ends at a stop token, and goes on from
+    the tokens that a choice has.
     """
 
     async def script(request: Request) -> AsyncIterator[TokenDelta]:
         s = request.sampling
         ids_here = [*ids, EOS] if finish is FinishReason.STOP else list(ids)
+        begun = dict(request.resumed) or dict.fromkeys(range(s.n), ())
+        assert all(list(got) == ids_here[: len(got)] for got in begun.values()), "tokens of another answer"
+        first = 0 if not request.resumed else None
         for step, token_id in enumerate(ids_here):
+            if step < min(map(len, begun.values())):
+                continue
             if step == fail_at and error is not None:
                 raise error
             if delay_s:
@@ -67,7 +73,7 @@ def says(
             reason = FinishReason.STOP if ends else None
             if reason is None and step + 1 == min(s.max_tokens, len(ids_here)):
                 reason = FinishReason.LENGTH
-            for index in range(s.n):
+            for index in [index for index, got in begun.items() if step >= len(got)]:
                 yield TokenDelta(
                     request.request_id,
                     index,
@@ -75,13 +81,13 @@ def says(
                     () if s.logprobs is None else (logprob(token_id, s.logprobs),),
                     reason,
                     (gathered or Gathered(computed_tokens=len(request.prompt_token_ids)))
-                    if step == 0 and index == 0
+                    if (step, index) == (first, 0)
                     else None,
                     tuple(
                         None if i == 0 else logprob(t, s.logprobs or 0)
                         for i, t in enumerate(request.prompt_token_ids)
                     )
-                    if s.prompt_logprobs and step == 0 and index == 0
+                    if s.prompt_logprobs and (step, index) == (first, 0)
                     else (),
                 )
             if reason is not None:
@@ -101,6 +107,7 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
         worker_id: str = "decode-0",
         role: str = "decode",
         total_blocks: int = 512,
+        max_num_seqs: int = 0,
     ) -> None:
         self.script = script or says([504, 1195])
         self.starts: list[Request] = []
@@ -110,16 +117,19 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
         self.state = pb.State(phase="ready", free_blocks=total_blocks)
         self.watches = 0
         self._news: pb.KvEvents | None = None
+        self._replies: asyncio.Queue[gen.SessionReply] | None = None
         self._worker_id, self._role, self._total_blocks = worker_id, role, total_blocks
+        self._max_num_seqs = max_num_seqs
         self._changed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
         self.address = "127.0.0.1:0"
+        self.identity = channel.OPEN
 
     async def start(self) -> str:
-        self._server = channel.server()
+        self._server = channel.server(self.identity)
         pb_grpc.add_WorkerServicer_to_server(self, self._server)
         gen_grpc.add_DecodeServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.address)
+        port = channel.listen(self._server, self.address, self.identity)
         self.address = f"127.0.0.1:{port}"
         self.incarnation = f"life-{next(_incarnations)}"
         await self._server.start()
@@ -140,23 +150,33 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
         self._news = news
         self.change()
 
+    def become(self, role: str) -> None:
+        """The worker changes its role: another Hello with the same incarnation."""
+        self._role = role
+        self.change()
+
+    def _hello(self) -> pb.Hello:
+        return pb.Hello(
+            worker_id=self._worker_id,
+            incarnation=self.incarnation,
+            role=self._role,
+            fingerprint=codec.fingerprint_to_wire(self.print),
+            host="here",
+            pid=1,
+            address=self.address,
+            total_blocks=self._total_blocks,
+            max_num_seqs=self._max_num_seqs,
+            transports=["shm"],
+        )
+
     async def Watch(self, request, context):
         self.watches += 1
-        yield pb.WatchEvent(
-            hello=pb.Hello(
-                worker_id=self._worker_id,
-                incarnation=self.incarnation,
-                role=self._role,
-                fingerprint=codec.fingerprint_to_wire(self.print),
-                host="here",
-                pid=1,
-                address=self.address,
-                total_blocks=self._total_blocks,
-                transports=["shm"],
-            )
-        )
+        told = ""
         while True:
             changed = self._changed
+            if self._role != told:
+                told = self._role
+                yield pb.WatchEvent(hello=self._hello())
             yield pb.WatchEvent(state=self.state)
             if self._news is not None:
                 yield pb.WatchEvent(kv=self._news)
@@ -166,8 +186,13 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
             except TimeoutError:
                 pass
 
+    def say(self, delta: TokenDelta) -> None:
+        """On the present session, whether it was asked for or not."""
+        assert self._replies is not None
+        self._replies.put_nowait(gen.SessionReply(deltas=[codec.delta_to_wire(delta)]))
+
     async def Session(self, request_iterator, context):
-        replies: asyncio.Queue[gen.SessionReply] = asyncio.Queue()
+        self._replies = replies = asyncio.Queue[gen.SessionReply]()
         reader = asyncio.create_task(self._read(request_iterator, replies))
         try:
             while True:

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import httpx
 import openai
-import uvicorn
 from router_fakes import FakeWorker
 
 from core.settings import Settings
 from services.discovery import StaticDiscovery
 from services.router.app import create_app
 from services.router.fleet import Fleet
-from services.router.main import listen
+from services.router.https import HTTPS
+from services.router.main import _make_server, listen
 from services.router.router import Router
 from services.router.text import TextSide
+from wire.channel import Identity
 
 
 @dataclass
@@ -64,13 +65,15 @@ async def stacked(
     router.text = text
     silence_s = router.settings.step_timeout_s
     found = StaticDiscovery(addresses)
-    router.fleet = Fleet(found, text.tokenizer_digest, silence_s, router.metrics.count_fault)
-    following = asyncio.create_task(router.fleet.run())
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(router), http="httptools", lifespan="off", log_config=None, access_log=False
-        )
+    router.fleet = Fleet(
+        found,
+        text.tokenizer_digest,
+        silence_s,
+        router.metrics.count_fault,
+        identity=Identity.of(router.settings),
     )
+    following = asyncio.create_task(router.fleet.run())
+    server = _make_server(create_app(router), HTTPS(router.settings))
     with listen("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving = asyncio.create_task(server._serve([listener]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from router_fakes import fingerprint
 
 from core.blocks import block_key, hash_blocks
+from core.step_model import GUESSED_DECODE, StepModel
+from planning.worker_view import Sent
 from services.router.roster import Roster
 from wire import codec
 from wire.v1 import worker_pb2 as pb
@@ -40,41 +41,51 @@ def tells(book: Roster, number: int, **tiers: list[int]) -> None:
     assert book.kv(f"h:{number}", pb.KvEvents(next=1, snapshot=True, tiers=changes))
 
 
-def test_credit_follows_events_and_measured_speeds():
+def test_what_each_worker_holds_and_how_fast_its_tiers_are_reach_the_planner():
     book, blocks = roster("decode", "decode", "prefill"), keys(PRINT)
     tells(book, 0, device=blocks[:4], host=blocks[2:10], disk=blocks[:20])
     tells(book, 2, redis=blocks)
-    assert book.credits(blocks) == {"0a": 64, "1a": 0, "2a": 0}, "the tiers' speeds are not known yet"
-    tiers = [pb.TierState(tier="host", token_s=0.0002), pb.TierState(tier="disk", token_s=0.001)]
-    book.state("h:0", pb.State(phase="ready", prefill_token_s=0.002, tiers=tiers), now=1)
-    book.state("h:2", pb.State(phase="ready", tiers=[pb.TierState(tier="redis", token_s=0.0009)]), now=1)
-    credits = book.credits(blocks)
-    assert credits["0a"] == pytest.approx(4 * 16 + 6 * 16 * 0.9 + 10 * 16 * 0.5)
-    assert credits["2a"] == pytest.approx(320 * 0.1)
-    assert book.credits([1, *blocks])["0a"] == 0
+    assert book.fleet_view(0, blocks).found == {
+        "0a": {"device": 4, "host": 6, "disk": 10},
+        "2a": {"redis": 20},
+    }
+    tiers = [
+        pb.TierState(tier="host", token_s=0.0002),
+        pb.TierState(tier="redis", token_s=0.001, breaker="open"),
+    ]
+    links = [pb.Link(peer="2a", nbytes_per_s=3e9)]
+    model = pb.StepModel(a=0.01, b=0.0005, c=1e-7, num_steps=9)
+    book.state("h:0", pb.State(phase="ready", prefill_model=model, tiers=tiers, links=links), now=1)
+    [view] = [each for each in book.fleet_view(1).decode if each.incarnation == "0a"]
+    assert view.tier_token_s == {"host": 0.0002}
+    assert view.link_nbytes_per_s == {"2a": 3e9}
+    assert (view.prefill_model, view.decode_model) == (StepModel(0.01, 0.0005, 1e-7, 9), GUESSED_DECODE)
+    assert "0a" not in book.fleet_view(1, [1, *blocks]).found
     book.lost("h:0", "gone")
-    assert "0a" not in book.credits(blocks)
+    assert set(book.fleet_view(1, blocks).found) == {"2a"}
 
 
 def test_what_was_sent_lately_outlives_the_requests_and_fades():
     book = roster("decode", "decode", "prefill")
-    book.assigned({"0a", "2a"}, 2)
+    book.assigned({"0a": Sent(2), "2a": Sent(2)}, now=0)
     book.state("h:0", pb.State(phase="ready"), now=1)  # both are over
-    views = {w.incarnation: w for w in (*book.fleet_view(1).decode, *book.fleet_view(1).prefill)}
-    assert [(views[i].load, views[i].recent) for i in ("0a", "1a", "2a")] == [(0, 2), (0, 0), (2, 2)]
+    assert [worker.load for worker in book.fleet_view(1).decode] == [0, 0]
+    assert book.fleet_view(1).recent == {"0a": 2, "1a": 0, "2a": 2}
     for _ in range(200):
-        book.assigned({"1a"}, 1)
-    assert book.members["h:0"].recent < 0.01
-    assert 31 < book.members["h:1"].recent <= 32
-    assert book.members["h:2"].recent == 2, "the other pool's count does not fade with this one's requests"
+        book.assigned({"1a": Sent(1)}, now=1)
+    recent = book.fleet_view(1).recent
+    assert recent["0a"] < 0.01
+    assert 31 < recent["1a"] <= 32
+    assert recent["2a"] == 2, "the other pool's count does not fade with this one's requests"
 
 
 def test_a_worker_that_joins_is_not_flooded():
     book = roster("decode", "decode")
     for number in (0, 1) * 100:
-        book.assigned({f"{number}a"}, 1)
+        book.assigned({f"{number}a": Sent(1)}, now=0)
     join(book, 1, life="b")
-    assert book.members["h:1"].recent == book.members["h:0"].recent > 10
+    recent = book.fleet_view(1).recent
+    assert recent["1b"] == recent["0a"] > 10
 
 
 async def test_a_prompt_goes_where_its_prefix_is(stack_of):
@@ -85,17 +96,16 @@ async def test_a_prompt_goes_where_its_prefix_is(stack_of):
         tiers = [
             pb.TierState(tier="host", token_s=0.0001, used_bytes=7, capacity_bytes=9, blocks=20, hit_blocks=3)
         ]
-        second.change(prefill_token_s=0.001, tiers=tiers)
+        second.change(tiers=tiers)
         second.tell(pb.KvEvents(next=1, snapshot=True, tiers=[pb.TierChanges(tier="host", stored=blocks)]))
-        book = stack.router.fleet.roster
-        await stack.until(lambda: book.credits(blocks).get(second.incarnation, 0) > 0)
+        await stack.until(lambda: second.incarnation in stack.router.fleet.view(blocks).found)
 
         async def ask(salt: str) -> str:
             body = {"model": stack.model, "prompt": IDS, "max_tokens": 1, "cache_salt": salt}
             return (await stack.http.post("/v1/completions", json=body)).headers["x-baton-decode"]
 
         assert {await ask("") for _ in range(3)} == {"decode-1"}
-        assert {await ask("other") for _ in range(3)} == {"decode-0"}, "the less busy one"
+        assert await ask("other") == "decode-0", "the less busy one"
         listed = (await stack.http.get("/v1/cluster")).json()["workers"]
         assert {worker["id"]: worker["tiers"] for worker in listed} == {
             "decode-0": {},
@@ -127,8 +137,8 @@ async def test_missed_news_costs_credit_and_not_the_worker(stack_of):
 
         worker.tell(pb.KvEvents(first=5, next=6, tiers=changes))
         await stack.until(lambda: noted(worker.watches > 2))
-        assert fleet.roster.credits(blocks) == {worker.incarnation: 0}
+        assert not fleet.view(blocks).found
         worker.tell(pb.KvEvents(next=6, snapshot=True, tiers=changes))
-        await stack.until(lambda: noted(fleet.roster.credits(blocks)[worker.incarnation] > 0))
+        await stack.until(lambda: noted(worker.incarnation in fleet.view(blocks).found))
         assert seen == {"ready", 1}
         assert not fleet.connections_lost.total()

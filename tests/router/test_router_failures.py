@@ -72,9 +72,9 @@ async def test_after_three_tokens_an_error_is_one_event_and_the_end(stack_of, n)
 
 
 async def test_worker_dies_in_mid_stream(stack_of):
-    """1. A stream runs.  2. The worker is gone.  3. The client knows within 2 s, and so does /ready.
-    4. The worker comes back at its address: the next request is answered."""
-    async with stack_of(FOREVER) as stack:
+    """1. A stream runs.  2. The worker is gone, and no other is waited for.  3. The client knows within 2 s, and so
+    does /ready.  4. The worker comes back at its address: the next request is answered."""
+    async with stack_of(FOREVER, resume_timeout_s=0) as stack:
         stream = await start(stack, stream=True)
         await anext(aiter(stream))
         began = time.monotonic()
@@ -96,7 +96,7 @@ async def test_worker_dies_in_mid_stream(stack_of):
 
 
 async def test_worker_dies_before_the_first_token(stack_of):
-    async with stack_of(says(IDS, delay_s=30)) as stack:
+    async with stack_of(says(IDS, delay_s=30), resume_timeout_s=0) as stack:
         asked = asyncio.create_task(start(stack))
         await stack.until(lambda: bool(stack.worker.open))
         await stack.worker.stop()
@@ -240,7 +240,7 @@ async def test_a_message_nobody_understands_is_a_lost_stream(stack_of):
         else:
             yield TokenDelta(request.request_id, 0, (), (), FinishReason.LENGTH)
 
-    async with stack_of(script) as stack:
+    async with stack_of(script, resume_timeout_s=0) as stack:
         bystander = asyncio.create_task(start(stack, prompt=[504]))
         await stack.until(lambda: bool(stack.worker.open))
         for asked in (asyncio.create_task(start(stack, prompt=[504] * 2)), bystander):
@@ -271,7 +271,7 @@ class Broken(deque):
 
 
 async def test_a_bug_in_the_writer_ends_the_stream(stack_of):
-    async with stack_of(says(IDS, delay_s=30)) as stack:
+    async with stack_of(says(IDS, delay_s=30), resume_timeout_s=0) as stack:
         bystander = asyncio.create_task(start(stack))
         await stack.until(lambda: bool(stack.worker.open))
         [decode] = stack.router.fleet.view().decode
@@ -293,7 +293,7 @@ async def test_a_worker_that_reads_nothing_is_lost(stack_of, monkeypatch, capfd)
     async def deaf(self, messages, replies):
         await asyncio.sleep(30)
 
-    async with stack_of(blocks=10_000) as stack:
+    async with stack_of(blocks=10_000, seats=1024, resume_timeout_s=0) as stack:
         monkeypatch.setattr(type(stack.worker), "_read", deaf)
         await stack.worker.stop()
         await stack.until(lambda: stack.up() == 0)  # else the old stream may still count as up below

@@ -67,6 +67,8 @@ def test_one_that_does_not_answer_is_ended(checker, monkeypatch) -> None:
     checker.check(GOOD)
     stopped = pid(checker)
     os.kill(stopped, signal.SIGSTOP)
+    _, status = os.waitpid(stopped, os.WUNTRACED)  # it stops only when the signal reaches it
+    assert os.WIFSTOPPED(status)
     monkeypatch.setattr(grammar_checker, "CHECK_TIMEOUT_S", 0.1)
     with pytest.raises(InvalidParameter, match="takes longer"):
         checker.check(GOOD)

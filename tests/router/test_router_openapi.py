@@ -16,6 +16,7 @@ from services.router.app import create_app
 from services.router.parse import NO_EFFECT
 from services.router.router import Router
 from services.router.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.router.targets import ITL_HEADER, TTFT_HEADER
 
 BODIES = {
     "/v1/completions": CompletionBody,
@@ -79,8 +80,9 @@ def test_the_document_lists_every_parameter(document):
         assert set(schema["properties"]) == {*body.model_fields, *(NO_EFFECT if generates else ())}
         assert schema["additionalProperties"] is False
         if generates:
-            [header] = operation["parameters"]
-            assert (header["name"], header["schema"]["enum"]) == ("X-Baton-Plan", list(Forced))
+            forced, *targets = operation["parameters"]
+            assert (forced["name"], forced["schema"]["enum"]) == ("X-Baton-Plan", list(Forced))
+            assert [header["name"] for header in targets] == [TTFT_HEADER, ITL_HEADER]
             headers = operation["responses"]["200"]["headers"]
             assert headers["X-Baton-Reason"]["schema"]["enum"] == list(Reason)
     prompt = document["components"]["schemas"]["CompletionBody"]["properties"]["prompt"]
@@ -97,7 +99,9 @@ def test_every_route_answers_errors_with_the_envelope_and_wants_the_key(document
             error = resolved(document, envelope["properties"]["error"]["$ref"])
             assert set(error["properties"]) == {"message", "type", "param", "code"}
         assert "422" not in operation["responses"]
-        assert operation["security"] == ([] if path in ("/health", "/ready") else [{"key": []}])
+        assert operation["security"] == (
+            [] if path in ("/startup", "/live", "/health", "/ready") else [{"key": []}]
+        )
 
 
 async def test_the_document_is_served_with_the_key_and_no_pages_are(stack_of):
@@ -119,7 +123,8 @@ async def test_wrong_methods_are_envelopes_and_head_is_get_without_a_body(stack_
             assert wrong.json()["error"]["code"] == "method_not_allowed"
             assert wrong.headers["allow"] == ("GET, HEAD" if "get" in methods else "POST")
             head = await stack.http.head(path)
-            assert (head.status_code, head.content) == (200 if "get" in methods else 405, b"")
+            found = 404 if path.startswith("/v1/requests/") else 200
+            assert (head.status_code, head.content) == (found if "get" in methods else 405, b"")
             gone = await stack.http.get(f"/x{path}/")
             assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
         found = set(

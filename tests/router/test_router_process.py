@@ -15,7 +15,6 @@ import pytest
 
 from core.errors import ConfigError
 from core.settings import Settings
-from services import discovery
 from services.router import main
 
 RUN = (
@@ -76,16 +75,3 @@ def test_settings_that_cannot_work_are_sentences():
     for settings, words in cases:
         with pytest.raises(ConfigError, match=words):
             main.run(settings)
-
-
-@pytest.mark.parametrize(
-    "url", ["", "static://", "static://host", "static://:1", "static://h:99999", "dns://x"]
-)
-def test_discovery_refuses(url):
-    with pytest.raises(ConfigError):
-        discovery.from_url(url)
-
-
-async def test_discovery_static():
-    sets = [addresses async for addresses in discovery.from_url("static://a:1, b:2,a:1").watch()]
-    assert sets == [frozenset({"a:1", "b:2"})]

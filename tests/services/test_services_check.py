@@ -26,3 +26,34 @@ def test_a_tier_that_the_order_leaves_out_is_refused(
     with pytest.raises(ConfigError, match=f"--tier-order {order} leaves out {name}; add it or unset it"):
         check_settings(settings, LAYOUT, torch.device("cpu"))
     check_settings(Settings(**{"tier_order": order}), LAYOUT, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+GPU = torch.device("cuda", 0)
+HOST = {"host_cache_bytes": 2**20}
+SPLIT = {"tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("device", "setting"),
+    [
+        ("cpu", HOST),
+        ("cpu", SPLIT | HOST | {"disk_cache_dir": "/cache", "redis_url": "redis://here"}),
+        ("cuda", HOST | {"disk_cache_dir": "/cache", "redis_url": "redis://here"}),
+        ("cuda", SPLIT | {"transport": "collective"}),
+    ],
+)
+def test_what_goes_together(device: str, setting: dict[str, object]) -> None:
+    check_settings(Settings.model_validate(setting), LAYOUT, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({}, "--tensor-parallel-size 2 does not go with NIXL on GPUs; use --transport collective, or"),
+        ({"transport": "collective"} | HOST, "does not go with tiers on GPUs; use no --host-cache-bytes,"),
+        ({"transport": "collective", "deterministic": True}, "does not go with the same sums in every batch"),
+    ],
+)
+def test_what_ranks_on_gpus_cannot_do(setting: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_settings(Settings.model_validate(SPLIT | setting), LAYOUT, GPU)

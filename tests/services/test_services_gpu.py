@@ -37,3 +37,19 @@ def test_visible(environ: dict[str, str], files: list[str], gpus: list[str]) -> 
 )
 def test_split(gpus: list[str], num_workers: int, split: list[tuple[str, int]]) -> None:
     assert split_gpus(gpus, num_workers) == split
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_workers", "split"),
+    [
+        (["0", "1", "2", "3"], 2, [("0,1", 1), ("2,3", 1)]),
+        (["0", "1", "2"], 2, [("0,1", 2), ("0,1", 2)]),
+        (["0", "1", "2", "3"], 3, [("0,1", 2), ("2,3", 1), ("0,1", 2)]),
+        (["0"], 1, [("0", 1)]),
+        ([], 1, []),
+    ],
+)
+def test_split_for_workers_of_two_ranks(
+    gpus: list[str], num_workers: int, split: list[tuple[str, int]]
+) -> None:
+    assert split_gpus(gpus, num_workers, each=2) == split

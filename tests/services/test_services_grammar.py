@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from types import SimpleNamespace
+from typing import NoReturn
 
+import grpc
 import pytest
 
 from core.errors import InvalidParameter
 from core.request import Grammar, Request, SamplingParams
+from core.settings import Settings
 from engine.messages import Abort, Add, Command
 from services.decode import service
 from services.worker.hub import Hub
@@ -62,8 +65,9 @@ class Bench:
         )
         self.hub = Hub()
         host = SimpleNamespace(
-            built=built, hub=self.hub, role="decode", require_ready=lambda: None, lookups=None
-        )
+            built=built, hub=self.hub, role="decode", listeners=[], require_ready=lambda: None, lookups=None,
+            settings=Settings(max_waiting=3),
+        )  # fmt: skip
         self.service = service.DecodeService(host)  # type: ignore[arg-type]
         self._sent: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self.replies = self.service.Session(self._messages(), None)  # type: ignore[arg-type]
@@ -142,3 +146,40 @@ async def test_what_cannot_be_compiled_is_a_failure_of_its_request(bench, gramma
     assert word in failure.message
     assert bench.added() == []
     assert bench.hub.num_registered == 0
+
+
+async def test_what_waits_for_its_grammar_is_bounded(bench) -> None:
+    """1. As many as may wait wait for a grammar that takes long.  2. The next one is told to come back."""
+    for i in range(3):
+        bench.start(f"r{i}", "slow")
+    bench.start("more", "slow")
+    failure = await bench.failure()
+    assert (failure.request_id, failure.code) == ("more", "overloaded")
+    bench.grammars.release.set()
+    await bench.until(lambda: len(bench.added()) == 3)
+    bench.start("later", "slow")
+    await bench.until(lambda: len(bench.added()) == 4)
+
+
+async def test_the_number_of_sessions_is_bounded(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that ends makes room."""
+    monkeypatch.setattr(service, "MAX_SESSIONS", 2)
+
+    class Refused(Exception):
+        pass
+
+    class Context:
+        async def abort(self, status: grpc.StatusCode, details: str, metadata: object) -> NoReturn:
+            assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+            raise Refused(details)
+
+    await bench.until(lambda: len(bench.service._sessions) == 1)
+    second = bench.service.Session(bench._messages(), Context())
+    opening = asyncio.ensure_future(anext(second))
+    await bench.until(lambda: len(bench.service._sessions) == 2)
+    with pytest.raises(Refused, match="2 routers"):
+        await anext(bench.service.Session(bench._messages(), Context()))
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    await second.aclose()
+    assert len(bench.service._sessions) == 1

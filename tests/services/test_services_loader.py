@@ -12,14 +12,27 @@ from core.errors import LeaseLost
 from core.kv import Fingerprint, KVLayout
 from core.request import PrefillTarget, Request, SamplingParams
 from core.settings import Settings
-from engine.messages import BlocksArrived, Command, LoadCancelled, LoadFinished, LoadOrdered, LoadReport
+from engine.kernels.torch_kernels import TorchKernels
+from engine.messages import (
+    BlocksArrived,
+    Command,
+    EngineStats,
+    LoadCancelled,
+    LoadFinished,
+    LoadOrdered,
+    LoadReport,
+)
+from engine.step import Limits
 from kvtransfer.checksum import checksum
+from kvtransfer.offers import CollectiveOffer, encode
 from kvtransfer.ranks import Ranks
 from kvtransfer.region import Region
 from kvtransfer.tier import FakeTier
+from kvtransfer.tier_pool import RegionPool
 from kvtransfer.tier_stack import Held, TierStack
 from kvtransfer.transport import FakeTransport
 from services.decode.sources import Loader
+from services.worker.links import Links
 from services.worker.tiers import Lookups
 from wire import channel, status
 from wire.codec import fingerprint_to_wire
@@ -40,13 +53,14 @@ class Source(prefill_pb2_grpc.PrefillServicer):
         for i in range(8):
             self.region.block(i)[:] = bytes([i + 1]) * NBYTES
         self.transport = FakeTransport(self.region)
+        self.transport_name = "fake"
         self.script: Script = self.deliver
         self.connects = self.renews = self.ended = 0
         self.renew_error: LeaseLost | None = None
 
     async def Connect(self, request, context):
         self.connects += 1
-        offer = kv_pb2.TransportOffer(name="fake", bodies=[self.transport.offer()])
+        offer = kv_pb2.TransportOffer(name=self.transport_name, bodies=[self.transport.offer()])
         return pb.ConnectReply(
             incarnation="their-life", fingerprint=fingerprint_to_wire(FINGERPRINT), offers=[offer]
         )
@@ -89,12 +103,13 @@ class Bench:
         self.failures: list[str] = []
         self.sources: list[str] = []
         built = SimpleNamespace(
-            ranks=Ranks(LAYOUT, [self.region], {"fake": FakeTransport}),
+            ranks=Ranks(LAYOUT, [self.region], {"fake": FakeTransport}, TorchKernels()),
             fingerprint=FINGERPRINT,
+            limits=Limits(8, 64, 4, 32, 8),
             region=self.region,
             loop=SimpleNamespace(
                 submit=lambda *commands: self.commands.extend(commands),
-                stats=SimpleNamespace(prefill_token_s=0.0),
+                stats=EngineStats(),
             ),
         )
         metrics = SimpleNamespace(transfer_failed=self.failures.append, transferred=lambda *_: None)
@@ -106,7 +121,9 @@ class Bench:
             settings=Settings.model_validate({"source_timeout_s": 5.0} | settings),
             worker_id="d0",
             incarnation="our-life",
+            identity=channel.OPEN,
             lookups=None,
+            links=Links(),
         )
         self.loader = Loader(self.host)  # type: ignore[arg-type]
         self.address = address
@@ -118,8 +135,11 @@ class Bench:
         remote: bool = True,
         min_tokens: int = 1,
         cached: int = 0,
+        queue_s: float = 0.0,
     ) -> None:
-        target = PrefillTarget("p0", self.address, "their-life", min_tokens, cached) if remote else None
+        target = None
+        if remote:
+            target = PrefillTarget("p0", self.address, "their-life", min_tokens, cached, queue_s=queue_s)
         params = SamplingParams(max_tokens=1, seed=0)
         self.loader.expect(Request(name, tuple(range(25)), params, prefill=target))
         self.loader.on_event(
@@ -129,7 +149,7 @@ class Bench:
     def with_tier(self, held: int) -> FakeTier:
         """Give the worker a tier that holds the first blocks of every order of (0, 1, 2)."""
         tier = FakeTier("disk", {bytes([i]) * 32: bytes([90 + i]) * NBYTES for i in range(held)})
-        self.stack = TierStack(NBYTES, 0, [tier])
+        self.stack = TierStack(RegionPool(self.region), 0, [tier])
         self.host.lookups = Lookups(self.stack, FINGERPRINT, lambda: 1.0)
         return tier
 
@@ -179,6 +199,22 @@ async def test_blocks_arrive_as_they_are_announced(bench) -> None:
     async with asyncio.timeout(2):
         while not b.source.ended:
             await asyncio.sleep(0.01)
+
+
+async def test_a_pull_tells_how_fast_the_link_to_this_peer_is(bench) -> None:
+    b = bench()
+    b.order("r")
+    await b.report("r")
+    assert list(b.host.links.rates()) == ["their-life"]
+
+
+@pytest.mark.parametrize(("queue_s", "source"), [(0.0, "prefill"), (10.0, "local")])
+async def test_a_prefill_worker_is_asked_if_its_queue_is_short(bench, queue_s: float, source: str) -> None:
+    b = bench()
+    b.order("r", min_tokens=2, cached=3, queue_s=queue_s)
+    report = await b.report("r")
+    assert b.sources == [source]
+    assert (report.arrived > 0) is (source == "prefill")
 
 
 async def test_a_load_cancelled_before_its_first_turn_still_reports(bench) -> None:
@@ -291,7 +327,7 @@ async def test_a_tier_brings_what_it_holds_and_nobody_is_asked(bench) -> None:
 async def test_a_tier_and_the_prefill_worker_bring_their_parts_at_the_same_time(bench) -> None:
     b = bench()
     b.with_tier(1)
-    b.loader._link_nbytes_per_s = 1e5  # so slow that a tier is worth loading from
+    b.host.links.pulled("their-life", 100_000, 1.0)  # so slow that a tier is worth loading from
 
     async def rest(request: pb.RunRequest) -> AsyncIterator[pb.RunEvent]:
         yield pb.RunEvent(accepted=pb.Accepted(lease_s=0.6))
@@ -309,7 +345,7 @@ async def test_what_a_tier_lost_since_the_look_up_is_asked_of_the_prefill_worker
     """1. The tier holds two of three blocks. 2. It loses the second. 3. P brings the third, then the second."""
     b = bench()
     tier = b.with_tier(2)
-    b.loader._link_nbytes_per_s = 1e5
+    b.host.links.pulled("their-life", 100_000, 1.0)
     asked: list[tuple[int, int]] = []
 
     async def script(request: pb.RunRequest) -> AsyncIterator[pb.RunEvent]:
@@ -356,3 +392,70 @@ async def test_a_load_from_a_tier_that_is_cancelled_leaves_its_blocks_quiet(benc
     report = await b.report("r")
     assert (report.arrived, report.unquiet) == (0, ())
     tier.release()
+
+
+@pytest.mark.parametrize(
+    ("listed", "address", "why"),
+    [
+        ("10.0.0.0/8", "", "127.0.0.1 is not among --transfer-hosts"),
+        ("10.0.0.0/8", "no-such-host.invalid:80", "cannot be found"),
+        ("", "unix:/tmp/anybodys.sock", "is not host:port"),
+        ("", "dns://198.51.100.1/prefill:80", "is not host:port"),
+        ("", "", ""),
+        ("127.0.0.0/8", "", ""),
+    ],
+)
+async def test_only_hosts_that_are_listed_are_connected_to(
+    bench, listed: str, address: str, why: str
+) -> None:
+    """Whatever address a plan names; what is refused is a miss, and nobody has been called."""
+    b = bench(transfer_hosts=listed)
+    b.address = address or b.address
+    b.order("r")
+    report = await b.report("r")
+    assert b.source.connects == (0 if why else 1)
+    assert report.arrived == (0 if why else 3)
+    assert report.error.startswith("peer_lost") == bool(why)
+    assert why in report.error
+
+
+async def test_a_peer_that_sends_us_to_another_host_is_not_followed(bench, monkeypatch) -> None:
+    """1. The peer's collective offer names another host.  2. We do not go there, unless it is listed."""
+    monkeypatch.setattr("services.decode.peers.choose", lambda setting, ours, theirs: ["collective"])
+    asked: list[str] = []
+    monkeypatch.setattr(Ranks, "connect", lambda self, name, offers: asked.append(name))
+    for listed, why in (
+        ("", "another host"),
+        ("127.0.0.1", "192.0.2.1 is not among"),
+        ("127.0.0.1,192.0.2.0/24", ""),
+    ):
+        b = bench(transfer_hosts=listed)
+        offer = CollectiveOffer("192.0.2.1", 80, "t", "their-life", 8, NBYTES)
+        monkeypatch.setattr(b.source.transport, "offer", lambda offer=offer: encode(offer))
+        monkeypatch.setattr(b.source, "transport_name", "collective")
+        b.order("r")
+        assert why in (await b.report("r")).error
+        assert asked == ([] if why else ["collective"])
+
+
+async def test_a_prefill_worker_with_another_token_is_a_miss(monkeypatch) -> None:
+    monkeypatch.setattr("services.decode.peers.choose", lambda setting, ours, theirs: ["fake"])
+    source, server = Source(), channel.server(channel.Identity("the-token-of-the-prefill-worker"))
+    prefill_pb2_grpc.add_PrefillServicer_to_server(source, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    for shown, arrived in (
+        ("", 0),
+        ("some-other-token-as-it-happens", 0),
+        ("the-token-of-the-prefill-worker", 3),
+    ):
+        b = Bench(source, f"127.0.0.1:{port}")
+        b.host.identity = channel.Identity(shown)
+        b.order("r")
+        report = await b.report("r")
+        assert report.arrived == arrived
+        assert ("BATON_CLUSTER_TOKEN" in report.error) == (arrived == 0)
+        assert not shown or shown not in report.error
+        await b.loader.close()
+    assert source.connects == 1
+    await server.stop(0)

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from core.errors import ConfigError, WorkerLost
 from core.kv import KVLayout
 from core.settings import Settings
 from kvtransfer.region import Region
-from services.worker.rank_link import COPY, POOL, Kind, Link
+from services.worker.rank_link import COPY, POOL, Kind, Link, silence_limit_s
 from services.worker.ranks import RankProcesses
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, kv_dtype="fp32")
@@ -86,9 +87,14 @@ class TestLink:
         ours.close()
 
 
+def test_ranks_on_gpus_compile_in_their_first_steps():
+    settings = Settings(step_timeout_s=5.0, start_timeout_s=60.0)
+    assert [silence_limit_s(settings, kind) for kind in ("cpu", "cuda")] == [5.0, 60.0]
+
+
 def processes(**values: object) -> RankProcesses:
     settings = Settings.model_validate({"tensor_parallel_size": 3, "cpu_threads": 1} | values)
-    return RankProcesses(settings, LAYOUT, "fp32", 128)
+    return RankProcesses(settings, LAYOUT, "fp32", 128, torch.device("cpu"))
 
 
 class TestProcesses:

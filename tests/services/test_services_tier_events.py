@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from host_slots import put
 from redis_process import RedisServer
 
 from core.blocks import block_key
@@ -22,7 +23,9 @@ from kvtransfer.gate import Gate
 from kvtransfer.host_tier import HostTier
 from kvtransfer.redis_index import RedisIndex
 from kvtransfer.redis_tier import RedisTier
+from kvtransfer.region import Region
 from kvtransfer.store_policy import StorePolicy
+from kvtransfer.tier_pool import RegionPool
 from kvtransfer.tier_stack import TierStack
 from planning.prefix_index import Changes, PrefixIndex
 from services.worker.kv_events import KVEventLog
@@ -31,6 +34,9 @@ from services.worker.watch import tier_states
 NBYTES = 8192
 NAMESPACE, OTHER_NAMESPACE = bytes([1]) * 32, bytes([2]) * 32
 FILE_NBYTES = NBYTES + 4096
+LOADED = 128
+"""Blocks of the pool from here on are loaded into."""
+POOL = Region.create(LOADED + 8, NBYTES, "tests")
 
 
 def name(i: int) -> bytes:
@@ -40,6 +46,13 @@ def name(i: int) -> bytes:
 
 def payload(i: int) -> memoryview:
     return memoryview(i.to_bytes(8, "little") * (NBYTES // 8))
+
+
+def commit(stack: TierStack, i: int) -> bool:
+    """The engine commits block i of the pool; whether the host tier holds it then."""
+    POOL.block(i)[:] = payload(i)
+    stack.committed([name(i)], [i])
+    return stack.host.holds(name(i))
 
 
 def buffers(count: int) -> list[memoryview]:
@@ -86,7 +99,7 @@ async def stack_on(
         partial(log.report, "disk"),
     )
     stack = TierStack(
-        NBYTES,
+        RegionPool(POOL),
         slots * NBYTES,
         [disk],
         StorePolicy.WRITE_THROUGH,
@@ -125,7 +138,7 @@ async def test_random_traffic_over_host_and_disk_is_reported_exactly(tmp_path: P
             own = random.Random(4)
             while not stopped.is_set():
                 i = own.randrange(80)
-                stack.committed(name(i), payload(i))
+                commit(stack, i)
                 if own.random() < 0.2:
                     stack.host.evict(name(own.randrange(80)))
                 stopped.wait(0.0005)
@@ -135,7 +148,7 @@ async def test_random_traffic_over_host_and_disk_is_reported_exactly(tmp_path: P
         for turn in range(150):
             first = rng.randrange(76)
             wanted = [name(i) for i in range(first, first + 4)]
-            await stack.load(rng.choice(["host", "disk"]), wanted, buffers(4), lambda _: None)
+            await stack.load(rng.choice(["host", "disk"]), wanted, range(LOADED, LOADED + 4), lambda _: None)
             harm(tmp_path, rng, turn)
             if rng.random() < 0.5:
                 eager.look()
@@ -147,7 +160,7 @@ async def test_random_traffic_over_host_and_disk_is_reported_exactly(tmp_path: P
             harm(tmp_path, rng, turn)
         for i in range(80):  # whose file was deleted or damaged is found out by asking for it
             await until(lambda i=i: stack.host.evict(name(i)) or not stack.host.holds(name(i)))
-            await stack.load("disk", [name(i)], buffers(1), lambda _: None)
+            await stack.load("disk", [name(i)], range(LOADED, LOADED + 1), lambda _: None)
         await stack.close()
         in_host = {i for i in range(80) if stack.host.holds(name(i))}
         assert in_host
@@ -161,7 +174,7 @@ async def test_random_traffic_over_host_and_disk_is_reported_exactly(tmp_path: P
 async def test_a_restarted_worker_tells_of_its_disk_before_anyone_asks(tmp_path: Path) -> None:
     async with stack_on(tmp_path, KVEventLog()) as stack:
         for i in range(6):
-            stack.committed(name(i), payload(i))
+            commit(stack, i)
         await until(lambda: stack.stats()["disk"].num_blocks == 6)
     other = BlockFiles(tmp_path, OTHER_NAMESPACE, NBYTES)
     foreign = tmp_path / other.path(name(9))
@@ -174,7 +187,10 @@ async def test_a_restarted_worker_tells_of_its_disk_before_anyone_asks(tmp_path:
         await until(lambda: log.num_held("disk") > 0)
         assert watcher.held("disk") == keys({0, 1, 2, 4, 5}), "ours, whole"
         assert watcher.held("host") == set()
-        assert await stack.load("disk", [name(i) for i in range(3)], buffers(3), lambda _: None) == 3
+        assert (
+            await stack.load("disk", [name(i) for i in range(3)], range(LOADED, LOADED + 3), lambda _: None)
+            == 3
+        )
         assert watcher.held("host") == keys({0, 1, 2})
 
 
@@ -207,8 +223,8 @@ async def test_what_is_being_read_from_disk_is_not_evicted_meanwhile(tmp_path: P
 async def test_a_worker_without_a_host_tier_tells_of_none() -> None:
     """What lies in the staging slots on its way up or down is not looked up there."""
     log = KVEventLog()
-    stack = TierStack(NBYTES, 0, [], on_host_change=partial(log.report, "host"))
-    assert stack.committed(name(0), payload(0))
+    stack = TierStack(RegionPool(POOL), 0, [], on_host_change=partial(log.report, "host"))
+    assert commit(stack, 0)
     assert await stack.lookup([name(0)]) == []
     assert log.num_held("host") == 0
     await stack.close()
@@ -217,7 +233,7 @@ async def test_a_worker_without_a_host_tier_tells_of_none() -> None:
 async def test_routers_are_told_how_fast_and_full_each_tier_is(tmp_path: Path) -> None:
     async with stack_on(tmp_path, KVEventLog()) as stack:
         for i in range(6):
-            stack.committed(name(i), payload(i))
+            commit(stack, i)
         await until(lambda: stack.stats()["disk"].num_blocks == 6)
         assert len(await stack.lookup([name(i) for i in range(8)])) == 1
         host, disk = tier_states(stack, block_size=16)
@@ -234,10 +250,10 @@ async def test_a_directory_that_is_gone_holds_nothing_until_it_is_back(tmp_path:
     folder, log = tmp_path / "kv", KVEventLog()
     watcher = Watcher(log)
     async with stack_on(folder, log) as stack:
-        stack.committed(name(0), payload(0))
+        commit(stack, 0)
         await until(lambda: log.num_held("disk") == 1)
         folder.rename(tmp_path / "elsewhere")
-        stack.committed(name(1), payload(1))
+        commit(stack, 1)
         await until(lambda: stack.stats()["disk"].dropped > 0)
         await stack.lookup([name(5)])
         assert watcher.held("disk") == set()
@@ -258,7 +274,7 @@ def test_the_last_event_of_a_block_is_its_state_whoever_wins_the_race() -> None:
         own = random.Random(seed)
         for _ in range(1500):
             i = own.randrange(6)
-            host.put(name(i), payload(i)) if own.random() < 0.6 else host.evict(name(i))
+            put(host, name(i), payload(i)) if own.random() < 0.6 else host.evict(name(i))
 
     threads = [threading.Thread(target=churn, args=(seed,)) for seed in range(4)]
     for thread in threads:

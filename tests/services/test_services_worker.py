@@ -75,7 +75,6 @@ class TestRefusedBeforeTheWeightsLoad:
                 "--tier-order host,disk leaves out redis; add it or unset it",
             ),
             ({"tier_order": "host,tape"}, "tier 'tape' is not known"),
-            (SPLIT | {"host_cache_bytes": 2**20}, "--tensor-parallel-size 3 does not go with tiers"),
             (SPLIT | {"deterministic": True}, "--tensor-parallel-size 3 does not go with the same sums"),
         ],
     )
@@ -104,7 +103,7 @@ def test_other_memory_counts_the_transports(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(build_module, "transports", lambda *_: {"heavy": lambda region: heavy})
     monkeypatch.setattr(footprint.psutil, "Process", lambda: heavy)
     built = build(settings(), "w", "1", 1, lambda _: None, KVEventLog(), lambda *_: None)
-    built.region.close()
+    built.ranks.regions[0].close()
     parts = built.footprint
     assert parts.weights_nbytes + parts.kv_nbytes + parts.other_nbytes == heavy.NBYTES
 
@@ -125,11 +124,11 @@ def test_while_a_step_hangs_its_memory_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(built.loop, "stop", lambda: False)
     with pytest.raises(Exited, match="1"):
         built.close()
-    assert built.region.block(0)
+    assert built.ranks.regions[0].block(0)
     monkeypatch.setattr(built.loop, "stop", lambda: True)
     built.close()
     with pytest.raises(ValueError, match="the region is closed"):
-        built.region.block(0)
+        built.ranks.regions[0].block(0)
 
 
 class TestWaitingForTheEnd:
