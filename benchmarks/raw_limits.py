@@ -5,7 +5,6 @@ Each is measured with the bytes that a tier moves, in pieces of one block, on th
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import socket
@@ -33,8 +32,8 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def memcpy(num_blocks: int, block_nbytes: int, repeat: int) -> float:
-    """Bytes per second from one mapping to another, block by block; best of `repeat`."""
+def memcpy(num_blocks: int, block_nbytes: int) -> float:
+    """Bytes per second from one mapping to another, block by block."""
     nbytes = num_blocks * block_nbytes
     source, target = (np.frombuffer(mmap.mmap(-1, nbytes), np.uint8).reshape(num_blocks, -1) for _ in "st")
     source[:], target[:] = 1, 0  # so that the pages exist
@@ -43,10 +42,10 @@ def memcpy(num_blocks: int, block_nbytes: int, repeat: int) -> float:
         for from_, to in zip(source, target, strict=True):
             np.copyto(to, from_)
 
-    return nbytes / _best(copy, repeat)
+    return nbytes / _seconds(copy)
 
 
-def direct_reads(paths: Sequence[Path], repeat: int) -> float:
+def direct_reads(paths: Sequence[Path]) -> float:
     """Bytes per second of O_DIRECT reads of whole files on as many threads as the disk tier has."""
     nbytes = sum(path.stat().st_size for path in paths)
     pages = [mmap.mmap(-1, max(path.stat().st_size for path in paths)) for _ in range(THREADS)]
@@ -60,12 +59,10 @@ def direct_reads(paths: Sequence[Path], repeat: int) -> float:
                 os.close(fd)
 
     with ThreadPoolExecutor(THREADS) as threads:
-        return nbytes / _best(lambda: list(threads.map(read, range(THREADS))), repeat)
+        return nbytes / _seconds(lambda: list(threads.map(read, range(THREADS))))
 
 
-async def redis_gets(
-    address: tuple[str, int], keys: Sequence[bytes], value_nbytes: int, repeat: int
-) -> float:
+def redis_gets(address: tuple[str, int], keys: Sequence[bytes], value_nbytes: int) -> float:
     """Bytes per second of GETs in one pipeline on a bare socket; what comes is thrown away."""
     with socket.create_connection(address) as connection:
         buffer = bytearray(_RECEIVE_NBYTES)
@@ -78,14 +75,10 @@ async def redis_gets(
             while left:
                 left -= connection.recv_into(buffer)
 
-        return len(keys) * value_nbytes / await asyncio.to_thread(_best, get, repeat)
+        return len(keys) * value_nbytes / _seconds(get)
 
 
-def _best(way: Callable[[], object], repeat: int) -> float:
-    """Seconds."""
-    took = []
-    for _ in range(repeat):
-        started = time.perf_counter()
-        way()
-        took.append(time.perf_counter() - started)
-    return min(took)
+def _seconds(way: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    way()
+    return time.perf_counter() - started

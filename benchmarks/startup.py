@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import time
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ def _start(settings: Settings, cores: list[int]) -> Startup:
         assert isinstance(footprint, dict)
         return Startup(took_s, psutil.Process(worker.pid).memory_info().rss - footprint["kv_nbytes"])
     finally:
-        worker.terminate()
+        worker.send(signal.SIGTERM)
         worker.wait(15.0)
 
 

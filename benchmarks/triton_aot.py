@@ -127,7 +127,8 @@ def launches() -> list[Launch]:
     with _recording("bf16", found):
         pool, block_ids = _meta(1024, 32, 8, 2, 16, 128, dtype=BF16), _meta(64, dtype=torch.int32)
         block_copy.gather_blocks(pool, block_ids, _meta(64, 32, 8, 2, 16, 128, dtype=BF16))
-        block_copy.scatter_blocks(pool, block_ids, _meta(64, 32, 4, 2, 16, 128, dtype=BF16), range(4))
+        half = _meta(64, 32, 4, 2, 16, 128, dtype=BF16)
+        block_copy.scatter_blocks(pool, block_ids, half, range(4), range(4))
     return found
 
 

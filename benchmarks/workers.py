@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import time
 import uuid
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ def start_workers(
         child = Child(f"{role}-{i}", [role, *flags], probe, f"127.0.0.1:{port}", secret_environment(settings))
         child.start()
         stack.callback(child.wait, 15.0)
-        stack.callback(child.terminate)
+        stack.callback(child.send, signal.SIGTERM)
         children.append(child)
     deadline = time.monotonic() + 120
     while not all(child.probe() and child.ready for child in children):
