@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve serve-redis test test-slow check format proto clean install
+.PHONY: serve serve-redis test test-slow check manifests prometheus format proto clean install
 
 TIERS := --host-cache-bytes=1GiB --disk-cache-dir=~/.cache/baton/kv --disk-cache-bytes=4GiB
 
@@ -26,6 +26,12 @@ check: install          ## style, types, walls between the rooms, stubs against 
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	PYTHON=$(BIN)/python proto/check.sh
+
+manifests: install      ## render every Kubernetes overlay, check it against schemas and our own rules
+	$(BIN)/python -m deploy.check
+
+prometheus: install     ## a Prometheus for the tests of queries, out of Debian's package; without it they are skipped
+	cd $(VENV) && apt-get download --quiet prometheus && dpkg --extract prometheus_*.deb prometheus && rm prometheus_*.deb
 
 format: install
 	$(BIN)/ruff format .

@@ -1,5 +1,5 @@
-"""Workers that only speak the protocol, in a process of their own: they say one token again and again, as steps
-of a real one would, and remember when each was sent.
+"""Workers that only speak the protocol, in a process of their own: they say one token again and again, in
+steps as a real one, and remember when each was sent.
 
 What is measured with them is the router and nothing else.
 """
@@ -54,6 +54,7 @@ class _Worker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
         self._role, self._number, self._share = role, number, share
         self._print, self._pace = print_, pace
         self._left: dict[str, int] = {}  # tokens to come
+        self._taken: list[str] = []
         self._wake = asyncio.Event()
         self._server = channel.server()
         pb_grpc.add_WorkerServicer_to_server(self, self._server)
@@ -85,10 +86,12 @@ class _Worker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
                     phase="ready",
                     free_blocks=2**20,
                     running=len(self._left),
+                    taken=self._taken,
                     prefill_model=prefill_model,
                     decode_model=decode_model,
                 )
             )
+            self._taken.clear()  # of one router's stream
             await asyncio.sleep(STATE_EVERY_S)
 
     async def Session(
@@ -107,6 +110,7 @@ class _Worker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
         async for message in messages:
             if message.HasField("start"):
                 request_id = message.start.request_id
+                self._taken.append(request_id)
                 self.courses[request_id] = Course(time.perf_counter())
                 self._left[request_id] = message.start.sampling.max_tokens
                 self._wake.set()
@@ -187,7 +191,9 @@ async def _run(pipe: Connection, num_prefill: int, num_decode: int, print_: Fing
         await worker.start()
     pipe.send([worker.address for worker in workers])
     while True:
-        kind, value = await asyncio.to_thread(pipe.recv)  # the loop must not see it: it would not block any more
+        kind, value = await asyncio.to_thread(
+            pipe.recv
+        )  # the loop must not see it: it would not block any more
         if kind == "pace":
             pace.step_s, answer = value, {}
         else:

@@ -44,9 +44,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Milliseconds of one request. `predicted` and `real` by part: the wait until the decode worker takes it
-    up, really with the way there and back; KV computed, loaded and handed over until the first token, really
-    with the prefill worker's queue; and of that the transfer that computing does not hide."""
+    """Milliseconds of one request. `predicted` and `real` by part: the wait in the workers' queues, with the
+    way there and back; KV computed, loaded and handed over until the first token; and of that the transfer
+    that computing does not hide."""
 
     kind: str
     predicted_ms: float
@@ -106,8 +106,8 @@ def _sample(record: dict[str, Any]) -> Sample:
         "transfer": chosen["transfer_ms"],
     }
     real = {
-        "wait": times["planned_ttft_ms"] - times["prefill_ms"],
-        "made": times["prefill_ms"],
+        "wait": times["planned_ttft_ms"] - times["prefill_ms"] + times["remote_queue_ms"],
+        "made": times["prefill_ms"] - times["remote_queue_ms"],
         "transfer": times["transfer_exposed_ms"],
     }
     return Sample(plan["kind"], chosen["ttft_ms"], times["planned_ttft_ms"], predicted, real)

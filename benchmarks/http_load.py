@@ -1,4 +1,4 @@
-"""A client that costs little: HTTP/1.1 on kept connections, and the time at which each part of an answer came."""
+"""A client that costs little: HTTP/1.1 on kept connections, and when each part of an answer came."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HEADERS_END, _STREAM_END, _CHUNKED_END = b"\r\n\r\n", b"data: [DONE]\n\n", b"0\
 
 @dataclass(slots=True)
 class Answer:
-    """`at`: when data came, in `time.perf_counter()`, and how often the mark was in it. `id`: the router's, empty
-    where the answer has none."""
+    """`at`: when data came, in `time.perf_counter()`, and how often the mark was in it. `id`: the router's,
+    empty where the answer has none."""
 
     asked_at: float
     status: int = 0
@@ -29,10 +29,12 @@ class Answer:
 
 
 class Client(asyncio.Protocol):
-    """One connection, one request at a time. `mark`: what stands in a stream once for each token."""
+    """One connection, one request at a time. `mark`: what stands in a stream once for each token. `begun`: of
+    the present answer a mark has come, or its end."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark
+        self.begun = asyncio.Event()
         self._transport: asyncio.Transport | None = None
         self._answer = Answer(0.0)
         self._done: asyncio.Future[Answer] | None = None
@@ -43,11 +45,6 @@ class Client(asyncio.Protocol):
     async def connect(cls, host: str, port: int, mark: bytes = b"data: {") -> Client:
         _, client = await asyncio.get_running_loop().create_connection(lambda: cls(mark), host, port)
         return client
-
-    @property
-    def begun(self) -> bool:
-        """Whether a mark of the present answer has come."""
-        return bool(self._answer.at)
 
     @property
     def num_marks(self) -> int:
@@ -65,6 +62,7 @@ class Client(asyncio.Protocol):
     async def _send(self, request: bytes) -> Answer:
         assert self._transport is not None
         self._head, self._missing = b"", None
+        self.begun.clear()
         self._done = asyncio.get_running_loop().create_future()
         self._answer = Answer(time.perf_counter())
         self._transport.write(request)
@@ -99,6 +97,7 @@ class Client(asyncio.Protocol):
             answer.id = found[1].decode()
         if count := data.count(self._mark):
             answer.at.append((now, count))
+            self.begun.set()
         if self._missing is None:
             ended = data.endswith(_CHUNKED_END)
         else:
@@ -107,4 +106,5 @@ class Client(asyncio.Protocol):
             ended = self._missing <= 0
         if ended and self._done is not None and not self._done.done():
             answer.ended_at = now
+            self.begun.set()
             self._done.set_result(answer)

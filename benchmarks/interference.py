@@ -3,9 +3,9 @@
     python -m benchmarks.interference [--every 8] [--long 4] [--itl-slo-ms 150] [-- FLAGS]
 
 Starts `baton serve` in one layout after the other, each on all cores: one prefill and one decode worker; two
-aggregated workers with half of the cores each; one aggregated worker with all of them. Streams of random prompts
-decode from before the first long prompt comes until the last one has its first token. `--itl-slo-ms` measures the
-aggregated layouts again with that target. What follows `--` goes to every server.
+aggregated workers with half of the cores each; one aggregated worker with all of them. Streams of random
+prompts decode from before the first long prompt comes until the last one has its first token. `--itl-slo-ms`
+measures the aggregated layouts again with that target. What follows `--` goes to every server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ COLUMNS = ("ITL p50 ms", "p99", "p99 / p50", "max", "long TTFT p50 ms", "max", "
 
 @dataclass
 class Interference:
-    """`streams` decode prompts of `short_tokens`, while `long` prompts of `long_tokens` come, one every `every_s`."""
+    """`streams` decode prompts of `short_tokens`, while `long` prompts of `long_tokens` come, one every
+    `every_s`."""
 
     streams: int
     short_tokens: int
@@ -60,7 +61,8 @@ class Interference:
             await asyncio.gather(*(self._times(client, self.long_tokens, 8, []) for _ in range(2)))  # warm
             self.at = [[] for _ in range(self.streams)]
             running = [
-                asyncio.create_task(self._times(client, self.short_tokens, STREAM_TOKENS, at)) for at in self.at
+                asyncio.create_task(self._times(client, self.short_tokens, STREAM_TOKENS, at))
+                for at in self.at
             ]
             while not all(self.at):
                 await asyncio.sleep(0.05)

@@ -145,13 +145,14 @@ def simulate(
         else:
             decode, prefill = way(each, view, rng)
             work = {decode.incarnation: Sent(1)} | ({prefill.incarnation: Sent(1)} if prefill else {})
-        roster.assigned(work, clock.now)
+        roster.assigned(each.name, work)
         each.decode, each.prefill = decode.worker_id, prefill and prefill.worker_id
         helper = workers[prefill.worker_id] if prefill else None
         clock.after(MESSAGE_S, lambda: serve(clock, each, workers[decode.worker_id], helper))
 
     for number, each in enumerate(asked):
         roster = rosters[number % num_routers]
+        each.name = str(number)
         clock.after(each.at, lambda each=each, roster=roster: route(each, roster))
     clock.run()
 
@@ -223,7 +224,7 @@ def plan_time(num_workers: int, plans: int) -> None:
             min_remote_tokens=MIN_REMOTE_TOKENS,
             rng=rng,
         )
-        crowd.roster.assigned(made.work, now)
+        crowd.roster.assigned("sent", made.work)
         wall.append(time.perf_counter() - began[0])
         cpu.append(time.thread_time() - began[1])
         began_s = time.thread_time()

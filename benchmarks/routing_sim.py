@@ -45,6 +45,7 @@ class Asked:
     keys: Sequence[int]
     tokens: int
     answer: int
+    name: str = ""
     decode: str = ""
     prefill: str | None = None
     predicted_s: float = 0.0
@@ -105,6 +106,8 @@ class Worker:
     jobs: list[Job] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
     busy: bool = False
+    _step_began_at: float = 0.0
+    _taken: list[str] = field(default_factory=list)
     _blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _stored: dict[int, bool] = field(default_factory=dict)
     _number: int = 1
@@ -120,6 +123,7 @@ class Worker:
 
     def submit(self, job: Job) -> None:
         self.waiting.append(job)
+        self._taken.append(job.asked.name)
         self._changed()
         self._step()
 
@@ -154,7 +158,7 @@ class Worker:
             seconds = PREFILL.seconds(tokens, products)
             if num_streams:
                 seconds += DECODE.seconds(num_streams, context) - DECODE.a
-        self.busy = True
+        self.busy, self._step_began_at = True, self.clock.now
         self.clock.after(seconds, lambda: self._stepped(chunks))
 
     def _admit(self, job: Job) -> None:
@@ -207,6 +211,8 @@ class Worker:
             max(0, queued),
             sum(stream.context for stream in self.streams),
         )
+        said.taken[:], self._taken = self._taken, []
+        said.step_s = self.clock.now - self._step_began_at if self.busy else 0.0
         changes = pb.TierChanges(
             tier="device",
             stored=[key for key, stored in self._stored.items() if stored],

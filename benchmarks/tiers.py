@@ -77,7 +77,7 @@ class Bench:
         self._directory, self._server = directory, server
         self._rng = random.Random(0)
         self._core = [core]
-        self.kept = [self._prompt() for _ in range(repeat + 1)]
+        self.kept = [self.prompt() for _ in range(repeat + 1)]
         """The prompts that disk and Redis hold, after `fill`."""
         self.block_nbytes = 0
 
@@ -94,17 +94,15 @@ class Bench:
     async def fill(self) -> None:
         """Compute the prompts that are kept, and wait until disk and Redis hold them."""
         with ExitStack() as stack:
-            worker, session = self._start(
-                stack, self._disk | self._redis() | {"store_policy": "write-through"}
-            )
+            worker, session = self.start(stack, self.disk | self.redis() | {"store_policy": "write-through"})
             self.block_nbytes = worker.body["footprint"]["bytes_per_token"] * BLOCK_SIZE  # pyright: ignore
             for i, prompt in enumerate(self.kept):
-                self._expect(await self._ask(session, prompt), "computed")
+                self._expect(await self.ask(session, prompt), "computed")
                 deadline = time.monotonic() + STORED_S
                 while not await self._stored(worker, (i + 1) * self.nbytes):
                     if time.monotonic() > deadline:
                         raise SystemExit(f"disk or Redis did not store a prompt: {worker.probe()['tiers']}")
-                    await self._ask(session, prompt)  # what a full queue dropped is offered anew
+                    await self.ask(session, prompt)  # what a full queue dropped is offered anew
             await session.close()
 
     async def _stored(self, worker: Child, nbytes: int) -> bool:
@@ -118,15 +116,15 @@ class Bench:
         """A prompt twice in turn is a hit of the pool; the one before the last is one of the host tier."""
         device, host = Hits(), Hits()
         with ExitStack() as stack:
-            worker, session = self._start(stack, {})
-            await self._warm_up(session)
-            last = self._prompt()
-            await self._ask(session, last)
+            worker, session = self.start(stack, {})
+            await self.warm_up(session)
+            last = self.prompt()
+            await self.ask(session, last)
             for _ in range(self.repeat + 1):
-                prompt = self._prompt()
-                cold = self._expect(await self._ask(session, prompt), "computed")
+                prompt = self.prompt()
+                cold = self._expect(await self.ask(session, prompt), "computed")
                 host.hit.append(await self._measured(worker, session, last, "host", host))
-                device.hit.append(self._expect(await self._ask(session, last), "device"))
+                device.hit.append(self._expect(await self.ask(session, last), "device"))
                 device.cold.append(cold)
                 host.cold.append(cold)
                 last = prompt
@@ -137,10 +135,10 @@ class Bench:
         """What `fill` left in the tier, each prompt once, by a process that knows none of them."""
         hits = Hits()
         with ExitStack() as stack:
-            worker, session = self._start(stack, self._disk if tier == "disk" else self._redis())
-            await self._warm_up(session)
+            worker, session = self.start(stack, self.disk if tier == "disk" else self.redis())
+            await self.warm_up(session)
             for prompt in self.kept:
-                hits.cold.append(self._expect(await self._ask(session, self._prompt()), "computed"))
+                hits.cold.append(self._expect(await self.ask(session, self.prompt()), "computed"))
                 hits.hit.append(await self._measured(worker, session, prompt, tier, hits))
             await session.close()
         return hits
@@ -151,7 +149,7 @@ class Bench:
         """A hit of the tier, its bandwidth, and the raw one before and after it."""
         hits.raw.append(self._raw(tier))
         before = _stats(worker, tier)
-        answer = self._expect(await self._ask(session, prompt), tier)
+        answer = self._expect(await self.ask(session, prompt), tier)
         hits.tier.append(_rate(before, _stats(worker, tier)))
         hits.raw.append(self._raw(tier))
         return answer
@@ -161,10 +159,10 @@ class Bench:
         pairs = []
         async with throttled(port_of(self._server), nbytes_per_s) as port:
             with ExitStack() as stack:
-                _, with_tier = self._start(stack, self._redis(port))
-                _, without = self._start(stack, {"host_cache_bytes": 0})
+                _, with_tier = self.start(stack, self.redis(port))
+                _, without = self.start(stack, {"host_cache_bytes": 0})
                 for prompt in self.kept:
-                    slow, cold = await self._ask(with_tier, prompt), await self._ask(without, self._prompt())
+                    slow, cold = await self.ask(with_tier, prompt), await self.ask(without, self.prompt())
                     pairs.append((slow, self._expect(cold, "computed")))
                 await with_tier.close()
                 await without.close()
@@ -182,7 +180,7 @@ class Bench:
             address = (HOST, port_of(self._server))
             return redis_gets(address, keys, HEADER_NBYTES + self.block_nbytes)
 
-    def _start(self, stack: ExitStack, tiers: dict[str, object]) -> tuple[Child, Session]:
+    def start(self, stack: ExitStack, tiers: dict[str, object]) -> tuple[Child, Session]:
         given: dict[str, object] = {
             "dtype": self._dtype,
             "num_blocks": -(-self._tokens // BLOCK_SIZE) + 1,
@@ -194,20 +192,20 @@ class Bench:
         return worker, Session(worker)
 
     @property
-    def _disk(self) -> dict[str, object]:
+    def disk(self) -> dict[str, object]:
         return {"disk_cache_dir": str(self._directory)}
 
-    def _redis(self, port: int = 0) -> dict[str, object]:
+    def redis(self, port: int = 0) -> dict[str, object]:
         return {"redis_url": f"redis://{HOST}:{port or port_of(self._server)}"}
 
-    def _prompt(self) -> list[int]:
+    def prompt(self) -> list[int]:
         return self._rng.choices(VOCABULARY, k=self._tokens)
 
-    async def _ask(self, session: Session, prompt: Sequence[int]) -> Answer:
+    async def ask(self, session: Session, prompt: Sequence[int]) -> Answer:
         """The second token's KV takes the last block of the pool: nothing of other prompts stays there."""
         return await session.run(prompt, 2, salt="kept")
 
-    async def _warm_up(self, session: Session) -> None:
+    async def warm_up(self, session: Session) -> None:
         await session.run(self._rng.choices(VOCABULARY, k=300), 4)
 
     def _expect(self, answer: Answer, source: str) -> Answer:

@@ -10,7 +10,7 @@ BatonError
 │   ├── PayloadTooLarge          413
 │   └── Unauthorized             401
 ├── Overloaded               429, come back after `retry_after_s`; busy is not broken
-├── Unavailable              503, nobody can answer this now
+├── Unavailable              503, nobody can answer this now; `retry_after_s` where that soon changes
 ├── WorkerLost               a worker, or a rank of it, died, hung or was cut off while it held the request
 ├── EngineFault              the engine raised in a step; the request that it hit is over
 │   └── RequestPoisoned          two workers ended with it: it is not tried on a third
@@ -24,6 +24,9 @@ BatonError
 from __future__ import annotations
 
 from typing import Any
+
+SOON_S = 1.0
+"""When to come back for what changes by itself."""
 
 
 class BatonError(Exception):
@@ -100,7 +103,7 @@ class Overloaded(BatonError):
     error_type = "overloaded_error"
     code = "overloaded"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = SOON_S) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -109,7 +112,10 @@ class Unavailable(BatonError):
     http_status = 503
     error_type = "service_unavailable_error"
     code = "unavailable"
-    retry_after_s = 1.0
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class WorkerLost(BatonError):

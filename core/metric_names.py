@@ -99,8 +99,8 @@ TIER_USED_BYTES = "baton_tier_used_bytes"  # tier
 TIER_CAPACITY_BYTES = "baton_tier_capacity_bytes"  # tier
 TIER_BREAKER_OPEN = "baton_tier_breaker_open"  # tier; 1 = open, 0.5 = half-open
 LOADS = "baton_kv_loads_total"  # sources
-TRANSFER_SECONDS = "baton_kv_transfer_seconds"  # transport
-TRANSFER_BYTES = "baton_kv_transfer_bytes_total"  # transport
+TRANSFER_SECONDS = "baton_kv_transfer_seconds"
+TRANSFER_BYTES = "baton_kv_transfer_bytes_total"
 TRANSFER_FAILURES = "baton_kv_transfer_failures_total"  # reason
 LEASES_EXPIRED = "baton_kv_leases_expired_total"
 ANNOUNCEMENTS_FAILED = "baton_announcements_failed_total"

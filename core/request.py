@@ -150,7 +150,9 @@ class Gathered:
     the prefill worker's last commit, i.e. what computing did not hide. `remote_cached_tokens` is
     the part of `remote_tokens` that the prefill worker did not have to compute. `tier_tokens`: what
     each tier of this worker's own gave. `source_plan`: which sources were chosen for what the pool
-    lacked, and the seconds each would have taken, as measured before.
+    lacked, and the seconds each would have taken, as measured before. `queue_s`: from when the decode worker
+    got the request to its first step there; `remote_queue_s`: the same of the prefill worker, a part of
+    `prefill_s`, which goes on from there to the first token.
     """
 
     cached_tokens: int = 0
@@ -163,6 +165,7 @@ class Gathered:
     transfer_s: float = 0.0
     transfer_exposed_s: float = 0.0
     last_block_to_token_s: float = 0.0
+    remote_queue_s: float = 0.0
     prefill_s: float = 0.0
     source_error: str = ""
     source_plan: str = ""

@@ -251,7 +251,7 @@ class Settings(BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto = console on a terminal")
-    faults: str = Field("", description="fault points for tests: name[@count]=raise|delay:SECONDS")
+    faults: str = Field("", description="fault points for tests: name[@count]=raise|delay:SECONDS|hold:/PATH")
 
 
 class Origin(BaseModel):

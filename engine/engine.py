@@ -77,8 +77,8 @@ class Engine:
             case Add(request, num_held, matcher, arrived_s):
                 add = partial(scheduler.add, matcher=matcher, arrived_s=arrived_s)
                 self._take_up(request.request_id, add, request, num_held)
-            case AddPrefill(job, num_held):
-                self._take_up(job.job_id, scheduler.add_prefill, job, num_held)
+            case AddPrefill(job, num_held, arrived_s):
+                self._take_up(job.job_id, partial(scheduler.add_prefill, arrived_s=arrived_s), job, num_held)
             case Abort(request_id, index):
                 scheduler.abort(request_id, index)
                 if index is None:
@@ -112,11 +112,13 @@ class Engine:
         try:
             logits = self._run(plan)
             events = self._advance(plan, logits)
-            self._measure(plan, self._clock() - started)
+            took = self._clock() - started
         except (torch.AcceleratorError, WorkerLost):
             raise
         except Exception as error:
             events = self._fail(plan, error)
+        else:
+            self._measure(plan, took)
         self.steps += 1
         if events:
             self._emit(events)
@@ -264,6 +266,7 @@ class Engine:
             transfer_s=report.transfer_s,
             transfer_exposed_s=report.exposed_s,
             last_block_to_token_s=now - report.last_block_at if report.last_block_at else 0.0,
+            remote_queue_s=report.remote_queue_s,
             prefill_s=now - seq.first_scheduled_s,
             source_error=report.error,
             source_plan=report.plan,

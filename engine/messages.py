@@ -36,10 +36,11 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class AddPrefill:
-    """Queue a prefill job. Answered by BlocksBuilt, or by one Failed. `num_held`: see Add."""
+    """Queue a prefill job. Answered by BlocksBuilt, or by one Failed. `num_held`, `arrived_s`: see Add."""
 
     job: PrefillJob
     num_held: int = 0
+    arrived_s: float | None = None
 
     def num_tokens(self, block_size: int) -> int:
         """To compute here, before it is known what the pool holds."""
@@ -78,6 +79,7 @@ class LoadReport:
     arrived: int
     by_tier: tuple[tuple[str, int], ...] = ()
     remote_cached_blocks: int = 0
+    remote_queue_s: float = 0.0
     nbytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
@@ -133,7 +135,7 @@ class LoadCancelled:
 class BlocksBuilt:
     """Blocks `first ...` of the job are committed in the pool as `block_ids`, at monotonic `at_s`.
 
-    `cached`: they were found in the pool or in a tier, not computed.
+    `cached`: they were found in the pool or in a tier, not computed. `queue_s`: that the job waited.
     """
 
     job_id: str
@@ -141,6 +143,7 @@ class BlocksBuilt:
     block_ids: tuple[int, ...]
     at_s: float
     cached: bool
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

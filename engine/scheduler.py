@@ -5,38 +5,30 @@ blocks are reserved as a whole when it is admitted; output blocks are taken one 
 none is left the youngest running sequence is preempted: its blocks go back (still in the prefix
 cache), it waits at the head of the queue and later continues as if it had never stopped.
 
-    Add -> WAITING --admit--> RUNNING ------------------> FINISHED
-              ^   \\--admit--> LOADING --LoadFinished--^      ^
-              '--- preempt ---- RUNNING                      |
-    AddPrefill -> WAITING --admit--> RUNNING --> HELD -- Abort/release
+    engine.books      where each sequence stands, and the drawing of how it moves
+    engine.admission  who is taken up out of the queue, and what is loaded for it
+    engine.budget     how the step's tokens are shared among prompts
+    engine.paging     blocks
 """
 
 from __future__ import annotations
 
-from core.blocks import BlockHasher, num_shareable_blocks
+from core.blocks import BlockHasher
 from core.clock import Clock, monotonic
 from core.errors import BatonError
 from core.request import Request
+from engine.admission import Admission
 from engine.block_pool import BlockPool, NoFreeBlocks
+from engine.books import Books
 from engine.budget import budget_within, cap_rows, share_budget
+from engine.jobs import publish, start_job
 from engine.matcher import Matcher
-from engine.messages import (
-    BlocksBuilt,
-    Event,
-    Failed,
-    LoadCancelled,
-    LoadOrdered,
-    LoadReport,
-)
+from engine.messages import Event, Failed, LoadCancelled, LoadReport
 from engine.paging import BlockStore, NoStore, Pager
 from engine.refusals import refusal
 from engine.sequence import PrefillJob, Sequence, State
 from engine.step import MAX_PROMPT_LOGPROBS, Chunk, Limits, StepPlan
 from engine.step_fit import StepLoad, StepTimes
-from engine.wait_queue import WaitQueue, insert
-
-MAX_PASSED_OVER = 32
-"""How often later arrivals may be admitted before a request that does not fit yet."""
 
 RESUMED_FIRST = 2**62
 """Taken from the order of what goes on from elsewhere: before all others, among its own as it came."""
@@ -44,12 +36,9 @@ RESUMED_FIRST = 2**62
 TARGET_SHARE = 0.9
 """Of a target for a step's length that is planned for: steps vary."""
 
-MAX_MISFITS = 8
-"""How many requests that do not fit one step looks at; a look-up compares a whole prompt."""
-
 
 class Scheduler:
-    """All sequences of one worker and their place in its pool."""
+    """One worker's sequences, and what they compute next. `reports`: of loads, until the first token takes them."""
 
     def __init__(
         self,
@@ -64,13 +53,10 @@ class Scheduler:
         self.pool, self.limits, self._namespace, self._clock = pool, limits, namespace, clock
         self._pager = Pager(pool, limits.block_size, store or NoStore(), limits.sliding_window)
         self.times = times or StepTimes(limits.max_num_batched_tokens, limits.max_num_seqs)
-        self.waiting = WaitQueue()
-        self.loading: dict[str, Sequence] = {}
-        self.running: list[Sequence] = []
-        self.held: dict[str, Sequence] = {}
+        self.books = Books()
+        self.admission = Admission(self.books, self._pager, limits)
         self.reports: dict[str, LoadReport] = {}
-        self.num_preempted = self.num_queried = self.num_hit = self.num_hash_mismatches = 0
-        self._order = 0
+        self.num_preempted = self.num_hash_mismatches = 0
         self._pending: list[Event] = []
 
     # ---- what comes in
@@ -89,10 +75,8 @@ class Scheduler:
         width = 1 if request.resumed else request.sampling.n  # choices that go on may do so one by one
         if error := self._refusal(prompt + answer, what, width):
             return Failed(request.request_id, error)
-        seq = self._new(f"{request.request_id}/0", request.prompt_token_ids, request.cache_salt)
+        seq = self._new(f"{request.request_id}/0", request.prompt_token_ids, request.cache_salt, arrived_s)
         seq.request, seq.matcher = request, matcher
-        if arrived_s is not None:
-            seq.arrived_s = arrived_s
         if not request.sampling.prompt_logprobs:  # which need every row of logits
             seq.wants_remote, seq.num_held = request.prefill is not None, num_held
         if request.block_hashes and list(request.block_hashes) != seq.hasher.hashes:
@@ -100,53 +84,55 @@ class Scheduler:
         if request.resumed:
             self._resume(seq, request)
         else:
-            self._queue(seq)
+            self.admission.queue(seq)
         return None
 
     def _resume(self, seq: Sequence, request: Request) -> None:
         """Queue the choices of a request that was lost elsewhere, each as if it had been preempted here after
         what it has generated. They are older than all that wait here, and their clients in mid-answer."""
         for index, output in request.resumed:
-            choice = seq.fork(index, self._next_order() - RESUMED_FIRST)
+            choice = seq.fork(index, self.books.next_order() - RESUMED_FIRST)
             choice.tokens += output
             choice.hasher.extend(output)
             choice.wants_remote, choice.num_held = seq.wants_remote, seq.num_held
-            self._queue(choice)
+            self.admission.queue(choice)
 
-    def add_prefill(self, job: PrefillJob, num_held: int = 0) -> Failed | None:
+    def add_prefill(
+        self, job: PrefillJob, num_held: int = 0, arrived_s: float | None = None
+    ) -> Failed | None:
         """Queue a prefill job, or say why not."""
         length = len(job.token_ids)
         if error := self._refusal(length, f"the prompt's {length} tokens"):
             return Failed(job.job_id, error)
-        seq = self._new(job.job_id, job.token_ids, job.cache_salt)
+        seq = self._new(job.job_id, job.token_ids, job.cache_salt, arrived_s)
         seq.num_held = num_held
-        self._queue(seq)
+        self.admission.queue(seq)
         return None
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End what belongs to this id; idempotent. Blocks in flight stay until the load is finished."""
-        if held := self.held.pop(request_id, None):
+        if held := self.books.held.pop(request_id, None):
             self._finish(held)
-        for seq in self._of(request_id, index):
+        for seq in self.books.of(request_id, index):
             if seq.state is State.LOADING:
                 if not seq.aborted:
                     seq.aborted = True
                     self._pending.append(LoadCancelled(seq.seq_id))
                 continue
-            (self.waiting if seq.state is State.WAITING else self.running).remove(seq)
+            (self.books.waiting if seq.state is State.WAITING else self.books.running).remove(seq)
             self._finish(seq)
 
     def blocks_arrived(self, load_id: str, count: int, from_store: int) -> None:
         """The first `count` blocks of a running load are verified and may be shared."""
-        seq = self.loading.get(load_id)
+        seq = self.books.loading.get(load_id)
         if seq is not None and not seq.aborted:
             self._pager.mark_arrived(seq, count, from_store)
             if seq.is_prefill_job:
-                self._pending += self._publish(seq, self._clock(), cached=True)
+                self._pending += publish(seq, self.limits.block_size, self._clock(), cached=True)
 
     def load_finished(self, load_id: str, report: LoadReport) -> None:
         """A load is over: the sequence computes whatever did not arrive."""
-        seq = self.loading.pop(load_id, None)
+        seq = self.books.loading.pop(load_id, None)
         if seq is None:
             return
         if not seq.aborted:
@@ -158,11 +144,11 @@ class Scheduler:
         elif not complete:
             self._wait(seq)
         elif seq.is_prefill_job:
-            self._pending += self._start_job(seq, self._clock())
+            self._pending += start_job(seq, self.books, self.limits.block_size, self._clock())
         else:
             if seq.num_output == 0:
                 self.reports[seq.request_id] = report
-            self._run(seq)
+            self.books.run(seq)
 
     # ---- one step
 
@@ -171,13 +157,13 @@ class Scheduler:
         plan = StepPlan(events=self._pending)
         self._pending = []
         now = self._clock()
-        for seq in [s for s in self.running if s.decoding]:
+        for seq in [s for s in self.books.running if s.decoding]:
             if seq.state is State.RUNNING and self._make_room(seq, plan):
                 plan.chunks.append(Chunk(seq, seq.num_computed, 1, sample=True))
-        self._admit(plan, now)
+        plan.events += self.admission.admit(now)
         planned = {chunk.seq for chunk in plan.chunks}
         # Prompts, and whoever was preempted and found all but its last tokens in the cache.
-        prompts = [s for s in self.running if s not in planned and s.num_to_compute > 0]
+        prompts = [s for s in self.books.running if s not in planned and s.num_to_compute > 0]
         every_row = [s.wants_every_row for s in prompts]
         wanted = cap_rows([s.num_to_compute for s in prompts], every_row, MAX_PROMPT_LOGPROBS)
         shares = share_budget(wanted, self._budget(plan.chunks, prompts, wanted))
@@ -210,158 +196,27 @@ class Scheduler:
         self._pager.drop_fallen(seq)
         if not seq.is_prefill_job:
             return []
-        events = self._publish(seq, now, cached=False)
+        events: list[Event] = [*publish(seq, self.limits.block_size, now, cached=False)]
         if seq.num_to_compute == 0:
-            self.running.remove(seq)
-            self._hold(seq)
+            self.books.running.remove(seq)
+            self.books.hold(seq)
         return events
 
     def fork(self, seq: Sequence) -> list[Sequence]:
         """All n choices of a sequence whose prompt is complete, itself first; blocks become shared."""
         forks = []
         for index in range(1, seq.width):
-            child = seq.fork(index, self._next_order())
+            child = seq.fork(index, self.books.next_order())
             self.pool.acquire(child.live_blocks)
-            self.running.append(child)
+            self.books.run(child)
             forks.append(child)
         return [seq, *forks]
 
     def finish(self, seq: Sequence) -> None:
         """A running sequence is done; its blocks go back (the full ones stay in the prefix cache)."""
-        if seq in self.running:
-            self.running.remove(seq)
+        if seq in self.books.running:
+            self.books.running.remove(seq)
         self._finish(seq)
-
-    def tokens_ahead(self) -> tuple[int, int]:
-        """Tokens to compute of prompts and of what was preempted, but for those about to be loaded; tokens
-        that the sequences which decode attend to."""
-        queued, context = self.waiting.num_tokens, 0
-        for seq in self.loading.values():
-            queued += len(seq.tokens) - seq.load_until * self.limits.block_size
-        for seq in self.running:
-            if seq.decoding:
-                context += len(seq.tokens)
-            else:
-                queued += seq.num_to_compute
-        return queued, context
-
-    def is_live(self, request_id: str) -> bool:
-        return bool(self._of(request_id, None)) or request_id in self.held
-
-    def open_ids(self) -> list[str]:
-        """Ids of all requests and jobs that still expect an answer or hold blocks for a peer."""
-        everything = [*self.waiting, *self.loading.values(), *self.running, *self.held.values()]
-        return list(dict.fromkeys(seq.request_id for seq in everything if not seq.aborted))
-
-    # ---- admission
-
-    def _admit(self, plan: StepPlan, now: float) -> None:
-        """Take up waiting sequences in order; one that does not fit yet may be passed over, not for ever."""
-        blocked: list[Sequence] = []
-        for seq in list(self.waiting):
-            if self._awaits_prompt(seq) or self._awaits_load(seq):
-                continue
-            active = sum(other.width for other in [*self.running, *self.loading.values()])
-            if active and active + seq.width > self.limits.max_num_seqs:
-                break
-            if self.pool.num_free <= self._growth() or len(blocked) == MAX_MISFITS:
-                break
-            if self._admit_one(seq, plan, now):
-                for other in blocked:
-                    other.num_passed_over += 1
-            else:
-                blocked.append(seq)
-            if any(other.num_passed_over >= MAX_PASSED_OVER for other in blocked):
-                break
-
-    def _admit_one(self, seq: Sequence, plan: StepPlan, now: float) -> bool:
-        cached = self._pager.lookup(seq)
-        if not self._pager.fits(seq, cached, spare=self._growth()):
-            return False
-        self.waiting.remove(seq)
-        self._pager.reserve(seq, cached)
-        seq.num_passed_over = 0
-        if self.pool.caching:
-            self.num_queried += len(seq.tokens)
-            self.num_hit += seq.num_computed
-        if seq.first_scheduled_s is None:
-            seq.first_scheduled_s = now
-        if seq.num_output == 0:
-            seq.num_cached = seq.num_computed
-        if self._order_load(seq, plan, len(cached)):
-            return True
-        self._pager.unpark(seq)
-        if seq.is_prefill_job:
-            plan.events += self._start_job(seq, now)
-        else:
-            self._run(seq)
-        return True
-
-    def _awaits_prompt(self, seq: Sequence) -> bool:
-        """Whether another choice is just making the blocks of their prompt: soon they can be shared."""
-        if seq.request is None or not seq.request.resumed or not self.pool.caching:
-            return False
-        size = self.limits.block_size
-        shared = num_shareable_blocks(seq.num_prompt, size) * size
-        siblings = (s for s in [*self.running, *self.loading.values()] if s.request is seq.request)
-        return any(sibling.num_computed < shared for sibling in siblings)
-
-    def _awaits_load(self, seq: Sequence) -> bool:
-        """Whether a block that tiers hold for it is just being loaded for another: soon they can share it."""
-        if not seq.num_held or not self.pool.caching:
-            return False
-        size, hashes = self.limits.block_size, seq.hasher.hashes
-        until = min(seq.num_held, self._pager.num_reusable(seq))
-        for other in self.loading.values():
-            coming = other.num_computed // size
-            if other.aborted or coming >= min(other.load_until, until):
-                continue
-            if hashes[coming] == other.hasher.hashes[coming]:
-                return True
-        return False
-
-    def _growth(self) -> int:
-        """Blocks to leave free: every running sequence that generates may want its next one soon."""
-        return sum(not seq.is_prefill_job for seq in self.running)
-
-    def _start_job(self, seq: Sequence, now: float) -> list[Event]:
-        if seq.num_to_compute:
-            self._run(seq)
-        else:
-            self._hold(seq)
-        return self._publish(seq, now, cached=True)
-
-    def _order_load(self, seq: Sequence, plan: StepPlan, num_cached: int) -> bool:
-        remote, until = seq.wants_remote, self._loadable(seq, num_cached)
-        # Asked once: what does not come is computed, and so is the rest after a preemption.
-        seq.wants_remote, seq.num_held = False, 0
-        if until <= num_cached:
-            return False
-        seq.state, seq.load_first, seq.load_until = State.LOADING, num_cached, until
-        self.loading[seq.seq_id] = seq
-        plan.events.append(
-            LoadOrdered(
-                seq.seq_id,
-                seq.request_id,
-                num_cached,
-                tuple(seq.block_table[num_cached:until]),
-                tuple(seq.hasher.hashes[num_cached:until]),
-                remote,
-                bool(seq.parked),
-                seq.index,
-            )
-        )
-        return True
-
-    def _loadable(self, seq: Sequence, num_cached: int) -> int:
-        """Up to which block a source may have, or be asked to make, what the pool lacks."""
-        until = min(seq.num_held, self._pager.num_reusable(seq))
-        request = seq.request
-        if request is None or request.prefill is None or not seq.wants_remote:
-            return until
-        reusable = self._pager.num_reusable(seq)
-        missing = (reusable - num_cached) * self.limits.block_size
-        return reusable if missing >= max(1, request.prefill.min_tokens) else until
 
     # ---- blocks
 
@@ -371,7 +226,7 @@ class Scheduler:
             try:
                 copy = self._pager.take_slot(seq)
             except NoFreeBlocks:
-                victim = max((s for s in self.running if not s.is_prefill_job), key=lambda s: s.order)
+                victim = max((s for s in self.books.running if not s.is_prefill_job), key=lambda s: s.order)
                 self._preempt(victim)
                 if victim is seq:
                     return False
@@ -381,7 +236,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
+        self.books.running.remove(seq)
         self._pager.park(seq)
         self._wait(seq)
         self.num_preempted += 1
@@ -391,55 +246,26 @@ class Scheduler:
         if seq.num_output == 0:  # where its prompt's KV comes from is decided anew
             seq.num_cached = seq.num_loaded = 0
             self.reports.pop(seq.request_id, None)
-        seq.state = State.WAITING
-        self._queue(seq)
-
-    def _publish(self, seq: Sequence, now: float, *, cached: bool) -> list[Event]:
-        first, until = seq.num_published, seq.num_computed // self.limits.block_size
-        if until == first:
-            return []
-        seq.num_published = until
-        return [BlocksBuilt(seq.seq_id, first, tuple(seq.block_table[first:until]), now, cached)]
+        self.admission.queue(seq)
 
     def _finish(self, seq: Sequence) -> None:
         if seq.state is not State.FINISHED:
             seq.state = State.FINISHED
             self._pager.give_back(seq)
             self._pager.unpark(seq)
-            if seq.request and not self.is_live(seq.request.request_id):
+            if seq.request and not self.books.is_live(seq.request.request_id):
                 self.reports.pop(seq.request.request_id, None)
 
     # ---- small helpers
 
     def _refusal(self, num_tokens: int, what: str, width: int = 1) -> BatonError | None:
-        return refusal(self.limits, self.pool.num_blocks, len(self.waiting), num_tokens, what, width)
+        return refusal(self.limits, self.pool.num_blocks, len(self.books.waiting), num_tokens, what, width)
 
-    def _new(self, seq_id: str, token_ids: tuple[int, ...], cache_salt: str) -> Sequence:
+    def _new(
+        self, seq_id: str, token_ids: tuple[int, ...], cache_salt: str, arrived_s: float | None
+    ) -> Sequence:
         hasher = BlockHasher(self._namespace, cache_salt, self.limits.block_size)
         hasher.extend(token_ids)
-        order = self._next_order()
-        return Sequence(seq_id, list(token_ids), len(token_ids), hasher, order, self._clock())
-
-    def _next_order(self) -> int:
-        self._order += 1
-        return self._order
-
-    def _of(self, request_id: str, index: int | None) -> list[Sequence]:
-        everything = [*self.waiting, *self.loading.values(), *self.running]
-        return [
-            s
-            for s in everything
-            if s.request_id == request_id and (index is None or (s.index == index and s.width == 1))
-        ]
-
-    def _run(self, seq: Sequence) -> None:
-        seq.state = State.RUNNING
-        insert(self.running, seq)
-
-    def _hold(self, seq: Sequence) -> None:
-        seq.state = State.HELD
-        self.held[seq.seq_id] = seq
-
-    def _queue(self, seq: Sequence) -> None:
-        """Tokens that a tier holds or that a prefill worker is asked for are not computed here."""
-        self.waiting.add(seq, len(seq.tokens) - self._loadable(seq, num_cached=0) * self.limits.block_size)
+        order = self.books.next_order()
+        arrived_s = self._clock() if arrived_s is None else arrived_s
+        return Sequence(seq_id, list(token_ids), len(token_ids), hasher, order, arrived_s)

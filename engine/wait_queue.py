@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 from engine.sequence import Sequence
+
+_order = attrgetter("order")
 
 
 def insert(queue: list[Sequence], seq: Sequence) -> None:
     """Keep a queue in order of arrival."""
-    at = next((i for i, other in enumerate(queue) if other.order > seq.order), len(queue))
-    queue.insert(at, seq)
+    insort(queue, seq, key=_order)
 
 
 class WaitQueue:
-    """`num_tokens`: that its sequences will compute, as far as is known. Counted as they come and go: no step
-    looks at a thousand of them."""
+    """`num_tokens`: that its sequences will compute, as far as is known; counted as they come and go. No two
+    have the same order; a place is found by bisection."""
 
     def __init__(self) -> None:
         self._queue: list[Sequence] = []
@@ -36,5 +39,8 @@ class WaitQueue:
 
     def remove(self, seq: Sequence) -> None:
         """Raises ValueError when it does not wait."""
-        self._queue.remove(seq)
+        at = bisect_left(self._queue, seq.order, key=_order)
+        if self._queue[at : at + 1] != [seq]:
+            raise ValueError(f"sequence {seq.seq_id} does not wait")
+        del self._queue[at]
         self.num_tokens -= self._tokens.pop(seq)

@@ -17,6 +17,9 @@ from kvtransfer.stores import Stores
 from kvtransfer.threads import DaemonThreads
 from kvtransfer.tier_pool import Landing, TierPool
 
+PIECE = 32
+"""Blocks that slots are taken for at once: what has to go for them may still be on its way down."""
+
 log = get("kvtransfer")
 
 
@@ -31,6 +34,10 @@ class Commits:
 
     def committed(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Blocks `block_ids` of the pool, of one chain, hold this content; they may change on return."""
+        for at in range(0, len(hashes), PIECE):
+            self._commit(hashes[at : at + PIECE], block_ids[at : at + PIECE])
+
+    def _commit(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         held = [block_hash for block_hash in hashes if self._host.holds(block_hash)]
         missing, slots = self._host.reserve(hashes)
         self._stores.used(held, computed=True)

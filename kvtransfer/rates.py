@@ -29,10 +29,6 @@ class Rate:
     queued_nbytes: int = 0
     measured: bool = False
 
-    def seconds(self, nbytes: int) -> float:
-        """Estimated time until `nbytes` more are here; 0 for none."""
-        return self.latency_s + (self.queued_nbytes + nbytes) / self.nbytes_per_s if nbytes else 0.0
-
 
 class RateMeter:
     """`guess` is the price before the first load. Not thread-safe; `rate` may be read from anywhere."""

@@ -75,7 +75,7 @@ class StagedRanks:
             theirs = range(part.src_head, part.src_head + part.num_heads)
             with region.aside():
                 for staged, target in zip(self._theirs, targets, strict=True):
-                    # One copy over the bus for all blocks, where there is a bus.
+                    # Where each rank has a GPU of its own, one copy between two for all blocks.
                     source = staged[: len(local_ids)].to(target.device)
                     ids = ids_on(target.device, local_ids)
                     self._copies.scatter_blocks(target, ids, source, ours, theirs)

@@ -2,8 +2,9 @@
 
 The tokens of a key are a bucket that holds a minute's worth and fills evenly. A request is charged what it
 may cost before it is served and given back what it did not use. One that costs more than the bucket holds
-goes when the bucket is full, and leaves it in debt: no request is refused for ever, no minute gets more
-than its limit and one request.
+goes when the bucket is full, and leaves it in debt: no request is refused for ever. Over a long time a key
+has its limit a minute; after a pause a minute may see up to twice that, the full bucket and what flows in
+meanwhile.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ MINUTE_S = 60.0
 @dataclass(slots=True)
 class _Account:
     num_requests: int = 0
+    limit: int = 0
     tokens: float = 0.0  # in the bucket; below 0 is debt
     at: float = 0.0
 
 
 class KeyLimits:
-    """Accounts by the keys' names. A limit that changes holds from the next request on."""
+    """Accounts by the keys' names. A limit that changes holds from the next request on; where there was none
+    before, the bucket is full."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -61,7 +64,7 @@ class KeyLimits:
         limit = share.max_tokens_per_minute
         account = self._accounts.get(share.name)
         if account is None:
-            account = self._accounts[share.name] = _Account(tokens=limit, at=now)
-        filled = account.tokens + (now - account.at) * limit / MINUTE_S
-        account.tokens, account.at = min(filled, limit), now
+            account = self._accounts[share.name] = _Account()
+        filled = account.tokens + (now - account.at) * limit / MINUTE_S if account.limit else limit
+        account.limit, account.tokens, account.at = limit, min(filled, limit), now
         return account

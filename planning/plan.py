@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from heapq import nsmallest
 from math import ceil
+from typing import NamedTuple
 
 from core.blocks import num_shareable_blocks
-from core.errors import ContextLengthExceeded, InvalidParameter, Unavailable
+from core.errors import SOON_S, ContextLengthExceeded, InvalidParameter, Unavailable
 from core.request import PlanKind
 from planning.estimate import Option, Targets
 from planning.price import HARM, Ask, Priced, price_decode, price_local, price_pair, price_prefill
@@ -57,13 +58,23 @@ class RequestFacts:
     param: str = "prompt"
 
 
+class Remote(NamedTuple):
+    """A prefill worker as priced: `core.request.PrefillTarget` has the same. `min_tokens`: it is not worth
+    asking where the decode worker lacks fewer."""
+
+    min_tokens: int
+    cached_tokens: int
+    token_s: float
+    queue_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`max_tokens`: how many tokens each choice may have, resolved for the chosen worker.
 
     `options`: what was looked at, the best MAX_OPTIONS, best first; `chosen` is one of them, the first where
     nothing was forced. `work`: what one choice brings each of its workers, by incarnation.
-    `min_remote_tokens`: the prefill worker is not worth asking where the decode worker lacks fewer.
+    `remote`: what the decode worker is told of the prefill worker.
     """
 
     kind: PlanKind
@@ -74,7 +85,7 @@ class Plan:
     chosen: Option
     options: tuple[Option, ...]
     work: Mapping[str, Sent]
-    min_remote_tokens: int
+    remote: Remote | None = None
 
 
 def plan(
@@ -92,7 +103,9 @@ def plan(
     InvalidParameter when the wish contradicts the request.
     """
     if not fleet.decode:
-        raise Unavailable("no decode worker is ready; try again, /v1/cluster shows their states")
+        raise Unavailable(
+            "no decode worker is ready; try again, /v1/cluster shows their states", retry_after_s=SOON_S
+        )
     workers = _with_room(request, fleet.decode)
     block_size = workers[0].fingerprint.block_size
     shareable = num_shareable_blocks(request.num_prompt_tokens, block_size) * block_size
@@ -115,7 +128,7 @@ def plan(
     else:
         reason = why_this(ask, chosen, locals_, pairs, fleet.prefill, least)
     ways = _in_order(locals_ + pairs, chosen, forced is not Forced.AUTO)
-    return _made(request, ask, chosen, reason, ways, _worth_asking(ask, chosen, locals_, least))
+    return _made(request, ask, chosen, reason, ways, _remote(ask, chosen, locals_, least))
 
 
 def _check_wish(request: RequestFacts, forced: Forced, shareable: int, block_size: int) -> None:
@@ -204,16 +217,20 @@ def _in_order(ways: Sequence[Priced], chosen: Priced, is_forced: bool) -> list[P
     return [*others[:place], chosen, *others[place:]]
 
 
-def _worth_asking(ask: Ask, chosen: Priced, locals_: Sequence[Priced], at_least: int) -> int:
-    """Missing tokens for which the pair of `chosen` and its decode worker alone cost the same: for more of
-    them the prefill worker is asked. Where it was chosen though it costs more, not for fewer than now."""
-    decode, missing = chosen.decode, ask.shareable - chosen.decode.cached
-    if chosen.prefill is None or missing <= at_least:
-        return at_least
-    alone = next(way for way in locals_ if way.decode is decode)
-    token_s = (decode.compute_s + decode.beside_s + HARM * alone.harm_s) / (ask.tokens - decode.cached)
-    spared = max(0.0, alone.cost_s - chosen.cost_s) / token_s
-    return max(at_least, ceil(missing - spared))
+def _remote(ask: Ask, chosen: Priced, locals_: Sequence[Priced], at_least: int) -> Remote | None:
+    """`at_least`: missing tokens for which a prefill worker is asked at all; 0 = any, whatever it costs."""
+    prefill, decode = chosen.prefill, chosen.decode
+    if prefill is None:
+        return None
+    min_tokens, missing, new = at_least, ask.shareable - decode.cached, ask.shareable - prefill.cached
+    if 0 < at_least < missing:
+        # As many as cost the same on the decode worker alone. It decides by this number and by no estimate
+        # of its own, which would be another one. Where the pair was chosen for the targets, as many as now.
+        alone = next(way for way in locals_ if way.decode is decode)
+        token_s = (decode.compute_s + decode.beside_s + HARM * alone.harm_s) / (ask.tokens - decode.cached)
+        min_tokens = max(at_least, ceil(missing - max(0.0, alone.cost_s - chosen.cost_s) / token_s))
+    token_s = prefill.compute_s / new if new and prefill.worker.prefill_model.num_steps else 0.0
+    return Remote(max(1, min_tokens), prefill.cached, token_s, prefill.queue_s)
 
 
 def _made(
@@ -222,7 +239,7 @@ def _made(
     chosen: Priced,
     reason: Reason,
     ways: Sequence[Priced],
-    worth_asking: int,
+    remote: Remote | None,
 ) -> Plan:
     """`ways`: the options, in order."""
     decode, left = chosen.decode.worker, chosen.decode.worker.max_tokens - request.num_prompt_tokens
@@ -241,5 +258,5 @@ def _made(
         chosen=option,
         options=tuple(options),
         work=work,
-        min_remote_tokens=max(1, worth_asking),
+        remote=remote,
     )

@@ -42,8 +42,8 @@ GUESSED_ANSWER_TOKENS = 128
 
 
 class Ask(NamedTuple):
-    """A prompt's tokens, those of them that a prefill worker can build, what its client wants, and the time in
-    the seconds of `FleetView.now`."""
+    """A prompt's tokens, those of them that a prefill worker can build, what its client wants, and the time
+    in the seconds of `FleetView.now`."""
 
     tokens: int
     shareable: int
@@ -55,10 +55,11 @@ class DecodePrice(NamedTuple):
     """What concerns a decode worker only.
 
     `cached`, `load_s`: tokens that its tiers bring, and how long they take. `begin_s`: until a step of it can
-    take the request, with the way there and back. `meet_s`: until a later step can. To compute what is not cached: `queue_s` behind the prompts before it, `compute_s`
-    itself, `beside_s` the decoding in the same steps; `rest_s`, `rest_beside_s`: only the tokens behind the
-    last full block. `streams`: that a second of computing here holds up. `ahead`: sequences that it was sent
-    lately more than the least. `whole_s`: computing all of the prompt.
+    take the request, with the way there and back; `meet_s`: until a later step can. To compute what is not
+    cached: `queue_s` behind the prompts before it, `compute_s` itself, `beside_s` the decoding in the same
+    steps; `rest_s`, `rest_beside_s`: only the tokens behind the last full block. `streams`: that a second of
+    computing here holds up. `ahead`: sequences that it was sent lately more than the least. `whole_s`:
+    computing all of the prompt.
     """
 
     worker: WorkerView
@@ -80,7 +81,8 @@ class DecodePrice(NamedTuple):
     @property
     def pair_cost_s(self) -> float:
         """Its part of a pair's cost, but for what the link decides."""
-        return self.begin_s + self.meet_s + self.rest_s * (1 + HARM * self.streams) + FOLLOWING_TOKENS * self.itl_s
+        rest_s = self.rest_s * (1 + HARM * self.streams)
+        return self.begin_s + self.meet_s + rest_s + FOLLOWING_TOKENS * self.itl_s
 
 
 class PrefillPrice(NamedTuple):
@@ -157,8 +159,8 @@ def price_decode(worker: WorkerView, ask: Ask, found: Found, ahead: float) -> De
     whole_s = model.prompt_seconds(ask.tokens, 0, chunk)
     cached, load_s = spared(worker, found, whole_s / ask.tokens, ask.shareable)
     decode, step_s, beside_s = worker.decode_model, 0.0, 0.0
-    if worker.load:
-        step_s = decode.seconds(worker.load, worker.context_tokens)
+    if worker.running:
+        step_s = decode.seconds(worker.running, worker.context_tokens)
         beside_s = step_s - decode.a  # what a step costs at all counts once, with the prompts
     new = ask.tokens - cached
     present_s, queued_s = queue_s(worker, ask, new, beside_s)
@@ -255,23 +257,25 @@ def _priced(
 
 
 def queue_s(worker: WorkerView, ask: Ask, tokens: int, beside_s: float = 0.0) -> tuple[float, float]:
-    """Seconds until the step that runs has ended, and from then until the prompts before ours are computed, as
-    far as `tokens` of ours wait for them. `beside_s`: what decoding adds to a step.
+    """Seconds until the step that runs has ended, and from then until the prompts before ours are computed,
+    as far as `tokens` of ours wait for them. `beside_s`: what decoding adds to a step.
 
-    A State comes with each step that computes prompts; steps that only decode are shorter than the way of one.
-    Half of each step goes to the shortest prompt. The queue's contexts are not known: taken for prompts like
-    ours.
+    With each step that computes prompts a State comes, which says how much of the next one is over; of one
+    that only decodes, half is. Half of each step goes to the shortest prompt. The queue's contexts are not
+    known: taken for prompts like ours.
     """
     queued, chunk = worker.queued_tokens, worker.chunk_tokens
     if queued <= 0:
-        return (worker.decode_model.a + beside_s) / 2 if worker.load else 0.0, 0.0
+        return (worker.decode_model.a + beside_s) / 2 if worker.running else 0.0, 0.0
     model, context = worker.prefill_model, min(queued, ask.tokens) / 2
     first = min(queued, chunk)
     present_s = model.seconds(first, first * context) + beside_s
-    if tokens * (worker.waiting + 1) < queued:  # shorter than the mean of them
-        queued = min(queued, first + tokens)
     left = queued - first
-    queued_s = model.b * left + model.c * left * context + -(-left // chunk) * (model.a + beside_s)
+    steps = -(-left // chunk)
+    if tokens * (worker.waiting + 1) < queued:  # shorter than the mean: ours is half of each step, all full
+        ours = -(-2 * tokens // chunk)
+        left, steps = min(left, ours * chunk - tokens), ours - -(-tokens // chunk)
+    queued_s = model.b * left + model.c * left * context + steps * (model.a + beside_s)
     return max(0.0, present_s - max(0.0, ask.now - worker.step_began_at)), queued_s
 
 

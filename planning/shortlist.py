@@ -27,7 +27,7 @@ RECENT_S = 0.01
 
 @dataclass(slots=True)
 class _Row:
-    """`recent` is in units that grow as the counts of all fade; `own`: sequences of this router's."""
+    """`recent` is in units that grow as the counts of all fade."""
 
     name: str
     place: int
@@ -38,7 +38,6 @@ class _Row:
     usable: bool = False
     seats: int = 0
     load: int = 0
-    own: int = 0
 
 
 class Pool:
@@ -99,14 +98,10 @@ class Pool:
         """Sequences it was sent lately, see `planning.balance`."""
         return self._rows[name].recent / self._unit
 
-    def own(self, name: str, sequences: int) -> None:
-        """What it has of this router, as counted here: its load, which it tells, is no less."""
-        self._rows[name].own = sequences
-
     def seats(self, not_before: float) -> tuple[int, int]:
         """Of all usable workers that were heard since: seats, and sequences there. Looks at each of them."""
         there = [row for row in self._places if row.usable and row.heard_at >= not_before]
-        return sum(row.seats for row in there), sum(max(row.load, row.own) for row in there)
+        return sum(row.seats for row in there), sum(row.load for row in there)
 
     def pick(
         self, not_before: float, need_tokens: int, holders: Sequence[str], without: Collection[str] = ()

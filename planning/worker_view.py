@@ -41,6 +41,9 @@ class Sent:
         return Sent(choices * self.sequences, self.tokens, choices * self.context_tokens)
 
 
+GUESSED_CHUNK_TOKENS = 256
+"""Of a worker that does not say how many prompt tokens a step of it computes."""
+
 GUESSED_WAY_S = 0.005
 """To a worker and back, where no answer has come from it yet: one host's, or one data centre's, gRPC."""
 
@@ -49,12 +52,12 @@ GUESSED_WAY_S = 0.005
 class WorkerView:
     """A worker that takes requests now, as its last State, what was sent since then and what ended have it.
 
-    `load`: sequences it has or is about to have, `waiting` of them not begun. `queued_tokens`: of prompts, to
-    compute. `context_tokens`: KV tokens its decoding attends to. `max_num_seqs`: that run at once, 0 = not
-    known. `chunk_tokens`: prompt tokens of a step at most. `tier_token_s`: seconds in which a tier brings a
-    token. `link_nbytes_per_s`: as measured by its pulls, by the prefill worker's incarnation. `way_s`: seconds
-    of an answer that the worker does not count, to it and back. `step_began_at`: when its present step began,
-    in `FleetView.now`'s seconds; inf = none runs yet.
+    `load`: sequences it has or is about to have, `running` of them in its steps, `waiting` not begun.
+    `queued_tokens`: of prompts, to compute. `context_tokens`: KV tokens its decoding attends to.
+    `max_num_seqs`: that run at once, 0 = not known. `chunk_tokens`: prompt tokens of a step at most.
+    `tier_token_s`: seconds in which a tier brings a token. `link_nbytes_per_s`: as measured by its pulls, by
+    the prefill worker's incarnation. `way_s`: seconds of an answer that the worker does not count, to it and
+    back. `step_began_at`: when its present step began, in `FleetView.now`'s seconds; inf = none runs yet.
     """
 
     worker_id: str
@@ -63,11 +66,12 @@ class WorkerView:
     fingerprint: Fingerprint
     total_blocks: int
     load: int = 0
+    running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
     context_tokens: int = 0
     max_num_seqs: int = 0
-    chunk_tokens: int = 256
+    chunk_tokens: int = GUESSED_CHUNK_TOKENS
     prefill_model: StepModel = GUESSED_PREFILL
     decode_model: StepModel = GUESSED_DECODE
     tier_token_s: Mapping[str, float] = field(default_factory=dict)

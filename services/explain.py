@@ -18,7 +18,8 @@ from core.errors import RequestError, Unavailable
 from core.settings import Settings
 from planning.plan import Reason
 from services.ask import ask, local_url
-from services.router.record_json import Candidate, PlanRecord, RequestList, RequestRecord, RequestSummary
+from services.router.record_json import Candidate, PlanRecord, RequestRecord
+from services.router.record_summary import RequestList, RequestSummary
 
 WIDTH = 160
 """Where no terminal says how wide it is."""
@@ -203,12 +204,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _console() -> Console:
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    return (
-        console
-        if console.is_terminal
-        else Console(width=WIDTH, highlight=False, soft_wrap=True, markup=False)
-    )
+    width = None if sys.stdout.isatty() else WIDTH
+    return Console(width=width, highlight=False, soft_wrap=True, markup=False)
 
 
 def _ms(value: float | None) -> str:

@@ -32,6 +32,8 @@ class HostList:
                         f"{flag}: {part!r} is neither a host nor a network such as 10.0.0.0/8"
                     ) from None
                 names |= {part.lower()} if part else set()
+        if text and not (names or networks):
+            raise ConfigError(f"{flag} has no host in it; leave it out to allow all")
         return cls(frozenset(names), tuple(networks))
 
     @property

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -20,6 +20,8 @@ from core import log
 from core.errors import ConfigError
 
 _log = log.get("wire")
+
+T = TypeVar("T")
 
 _HANDSHAKE_TURNS = 8
 """More than either side ever waits for the other."""
@@ -55,9 +57,8 @@ class ClusterTLS:
             raise ConfigError(f"TLS between workers needs {', '.join(missing)} too")
         self.name = name
         self._paths = (cert, key, ca)
-        self._stamps = stamps(self._paths, self._FLAGS)
+        self._files = PemFiles(self._paths, self._FLAGS)
         self._pem = self._read()
-        self._trouble = ""
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Of the files as they are now; a channel of gRPC's keeps what it was made with."""
@@ -78,16 +79,7 @@ class ClusterTLS:
 
     def newest(self) -> tuple[bytes, bytes, bytes]:
         """Certificate, key and CA as the files hold them, or held them while a replacement is incomplete."""
-        try:
-            found = stamps(self._paths, self._FLAGS)
-            if found != self._stamps:
-                self._pem, self._stamps = self._read(), found
-                self._trouble = ""
-                _log.info("tls.reloaded", cert=self._paths[0])
-        except (ConfigError, OSError) as error:
-            if str(error) != self._trouble:  # not again for each connection
-                self._trouble = str(error)
-                _log.warning("tls.not_reloaded", reason=self._trouble)
+        self._pem = self._files.renewed(self._read) or self._pem
         return self._pem
 
     def _read(self) -> tuple[bytes, bytes, bytes]:
@@ -110,17 +102,41 @@ class ClusterTLS:
         return Path(cert).read_bytes(), Path(key).read_bytes(), Path(ca).read_bytes()
 
 
-def stamps(paths: Sequence[str], flags: Sequence[str]) -> list[tuple[int, int]]:
-    """What changes when one of the files is replaced; empty paths have none. Raises ConfigError."""
-    found = []
-    for path, flag in zip(paths, flags, strict=True):
-        if path:
-            try:
-                stat = os.stat(path)
-            except OSError as error:
-                raise _unreadable(flag, path, error) from None
-            found.append((stat.st_ino, stat.st_mtime_ns))
-    return found
+class PemFiles:
+    """Certificate, key and CA as they were found; empty paths are none. Raises ConfigError."""
+
+    def __init__(self, paths: Sequence[str], flags: Sequence[str]) -> None:
+        self._paths, self._flags = paths, flags
+        self._stamps = self._stamp()
+        self._trouble = ""
+
+    def renewed(self, read: Callable[[], T]) -> T | None:
+        """What `read` makes of files that were replaced since; None where none was, or where they do not
+        belong together yet, which is logged once: the next call tries again."""
+        try:
+            found = self._stamp()
+            if found == self._stamps:
+                return None
+            made = read()
+        except (ConfigError, OSError) as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.warning("tls.not_reloaded", reason=self._trouble)
+            return None
+        self._stamps, self._trouble = found, ""
+        _log.info("tls.reloaded", cert=self._paths[0])
+        return made
+
+    def _stamp(self) -> list[tuple[int, int]]:
+        found = []
+        for path, flag in zip(self._paths, self._flags, strict=True):
+            if path:
+                try:
+                    stat = os.stat(path)
+                except OSError as error:
+                    raise _unreadable(flag, path, error) from None
+                found.append((stat.st_ino, stat.st_mtime_ns))
+        return found
 
 
 def _configuration(cert: bytes, key: bytes, ca: bytes) -> grpc.ServerCertificateConfiguration:

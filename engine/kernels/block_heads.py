@@ -17,8 +17,8 @@ def paired_heads(
     fits = ours[1] == theirs[1] and ours[3:] == theirs[3:] and len(block_ids) == theirs[0]
     if not fits or buffer.dtype != pool.dtype:
         raise ValueError(
-            f"{len(block_ids)} blocks of {tuple(ours)} of {pool.dtype} do not fit a buffer {tuple(theirs)} of "
-            f"{buffer.dtype}"
+            f"{len(block_ids)} blocks of {tuple(ours)} of {pool.dtype} do not fit a buffer {tuple(theirs)} "
+            f"of {buffer.dtype}"
         )
     if not (buffer[0].is_contiguous() and pool[0].is_contiguous()):
         raise ValueError(f"each block must be dense, got strides {pool.stride()} and {buffer.stride()}")

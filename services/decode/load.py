@@ -43,13 +43,11 @@ class Load:
         self._plan = "; ".join(f"{each.label} {each.seconds:.3f}s" for each in (chosen, *others))
 
     def _allows(self, candidate: Candidate) -> bool:
-        """Few tokens are not worth a question; where every token is, a handoff was asked for by name."""
+        """The plan has weighed asking against computing, and says how many tokens are worth a question."""
         if self.target is None:
             return True
         missing = (len(self.order.block_ids) - candidate.num_loaded) * self._block_size
-        if candidate.rest is Rest.PREFILL:
-            return missing >= self.target.min_tokens
-        return missing < max(1, self.target.min_tokens) or self.target.min_tokens > 1
+        return (missing >= max(1, self.target.min_tokens)) is (candidate.rest is Rest.PREFILL)
 
     @property
     def arrived(self) -> int:
@@ -94,6 +92,7 @@ class Load:
             arrived=self.arrived,
             by_tier=tuple(self._by_tier.items()),
             remote_cached_blocks=brought.cached_blocks + gap.cached_blocks,
+            remote_queue_s=brought.queue_s + gap.queue_s,
             nbytes=brought.nbytes + gap.nbytes,
             transfer_s=brought.transfer_s + gap.transfer_s,
             exposed_s=gap.exposed_s or brought.exposed_s,

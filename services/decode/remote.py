@@ -48,6 +48,7 @@ class Brought:
 
     blocks: int = 0
     cached_blocks: int = 0
+    queue_s: float = 0.0
     nbytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
@@ -153,6 +154,7 @@ class PrefillSource:
         )
         brought.blocks += len(local_ids)
         brought.cached_blocks += len(local_ids) if ready.cached else 0
+        brought.queue_s = ready.queue_s
         brought.nbytes += stats.nbytes
         brought.transfer_s += stats.seconds
         brought.last_block_at = heard_at - ready.age_s

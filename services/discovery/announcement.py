@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,7 +14,6 @@ RENEWALS_PER_LEASE = 3
 """Two may be lost."""
 
 RETRY_S = 1.0
-WITHDRAW_TIMEOUT_S = 2.0
 
 _log = log.get("discovery")
 
@@ -49,20 +47,17 @@ class Announcement:
 
     async def withdraw(self) -> None:
         """Routers that look now do not find this worker; those that know it follow it to its end.
-        Idempotent, and bounded by WITHDRAW_TIMEOUT_S."""
+        Idempotent."""
         if self._renewing is None:
             return
         self._renewing.cancel()
         await asyncio.gather(self._renewing, return_exceptions=True)
         self._renewing = None
         try:
-            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
-                await self._register.withdraw(self._address)
+            await self._register.withdraw(self._address)
         except Exception as error:
             _log.warning("discovery.not_withdrawn", source=self._register.name, reason=str(error))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
-                await self._register.close()
+        await self._register.close()
 
     async def _renew(self, failed: Callable[[], None]) -> None:
         failing = False

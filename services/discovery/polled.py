@@ -1,9 +1,9 @@
 """Discovery by asking again and again, one look at a time.
 
     an answer         is the set; what is no address in it is left out and counted
-    an empty answer   is believed when nothing else has been answered for `grace_s`: names flap, and a
-                      Redis that was started anew knows nobody until the workers have renewed
-    no answer         is counted, and logged the first time
+    an empty answer   is believed when there were only such for `grace_s`: names flap, and a Redis that was
+                      started anew knows nobody until the workers have renewed
+    no answer         is counted, logged the first time, and begins that time anew
 
 Whatever goes wrong, the last set holds.
 """
@@ -30,16 +30,20 @@ class Settled:
 
     def __init__(self, grace_s: float) -> None:
         self.addresses: frozenset[str] = frozenset()
-        self._grace_s, self._said_at = grace_s, float("-inf")
+        self._grace_s, self._not_empty_at = grace_s, float("-inf")
 
     def answered(self, addresses: frozenset[str], now: float) -> bool:
         """Whether the set is another one now."""
         if addresses:
-            self._said_at = now
-        elif now - self._said_at < self._grace_s:
+            self._not_empty_at = now
+        elif now - self._not_empty_at < self._grace_s:
             return False
         before, self.addresses = self.addresses, addresses
         return before != addresses
+
+    def failed(self, now: float) -> None:
+        """There was no answer."""
+        self._not_empty_at = now
 
 
 class Polled:
@@ -61,7 +65,9 @@ class Polled:
                     if not failing:
                         _log.warning("discovery.failed", source=self.source.name, reason=why)
                 failing = bool(why)
-                if answer is not None and (settled.answered(answer, self._clock()) or first):
+                if answer is None:
+                    settled.failed(self._clock())
+                elif settled.answered(answer, self._clock()) or first:
                     first = False
                     line = _log.info if settled.addresses else _log.warning
                     line("discovery.found", source=self.source.name, workers=len(settled.addresses))

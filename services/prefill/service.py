@@ -141,10 +141,12 @@ class _Job:
     async def events(self, lease_s: float) -> AsyncIterator[pb.RunEvent]:
         if not self._host.hub.register(self._id, self._inbox.put_nowait):
             raise LeaseLost(f"transfer {self._id} is running already")
+        arrived_s = monotonic()
         job = PrefillJob(self._id, tuple(self._request.token_ids), self._request.cache_salt)
         yield pb.RunEvent(accepted=pb.Accepted(lease_s=lease_s))
         await self._fault("prefill.start")
-        self._host.take_up(self._request.request_id, AddPrefill(job, await self._num_held(job)))
+        add = AddPrefill(job, await self._num_held(job), arrived_s)
+        self._host.take_up(self._request.request_id, add)
         while True:
             match event := await self._inbox.get():
                 case BlocksBuilt():
@@ -175,6 +177,7 @@ class _Job:
             checksums=sums,
             age_s=monotonic() - built.at_s,
             cached=built.cached,
+            queue_s=built.queue_s,
         )
 
     @staticmethod

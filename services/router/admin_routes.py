@@ -11,10 +11,11 @@ from core.errors import Conflict, NotFound, Unavailable
 from core.request import Role
 from services.router.cluster import describe
 from services.router.fleet import Fleet
-from services.router.parse import parse, read_body
-from services.router.roster import Member, WorkerState
+from services.router.parse import read_body
+from services.router.roster import Member
 from services.router.router import Router
 from services.router.schemas import RoleBody
+from services.router.standing import WorkerState
 
 SEEN_WITHIN_S = 1.0
 LOOK_EVERY_S = 0.02
@@ -30,9 +31,9 @@ class AdminRoutes:
     async def change_role(self, id: str, request: Request) -> Response:
         """Let a worker finish what it does and take the other role. 202: it has begun, and `/v1/cluster`
         shows how it goes; 200: it has that role."""
-        _text, fleet = self._router.serving()
-        settings = self._router.settings
-        body = parse(await read_body(request.scope, request.receive, settings.max_body_bytes), RoleBody)
+        text, fleet = self._router.serving()
+        limit_nbytes = self._router.settings.max_body_bytes
+        body = await text.read(await read_body(request.scope, request.receive, limit_nbytes), RoleBody)
         async with self._one_at_a_time:
             member, state = _find(fleet, id)
             if member.role == body.role and state is not WorkerState.DRAINING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -57,7 +56,7 @@ class Admission:
         self._turns: dict[int, asyncio.Future[Exception | None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._free_then, self._running_then, self._look_at = 0.0, 0, 0.0
-        self._own: Counter[str] = Counter()  # sequences by the incarnation they were sent to
+        self._num_placed = 0  # sequences that are on workers
         self._counters: dict[tuple[str, str], Callable[[], None]] = {}
         metrics.in_flight.set_function(lambda: self.waiting_room.num_requests)
         metrics.queued.set_function(lambda: self.waiting_room.num_waiting)
@@ -117,14 +116,9 @@ class Admission:
         """Whoever waits with this ticket gets `error`; nothing where nobody does."""
         self._end_turn(ticket, error)
 
-    def placed(self, incarnation: str, num_sequences: int) -> None:
-        """So many more (or fewer, below 0) sequences of this router are on that worker."""
-        self._own[incarnation] += num_sequences
-        fleet = self._fleet()
-        if fleet is not None:
-            fleet.own(incarnation, self._own[incarnation])
-        if not self._own[incarnation]:
-            del self._own[incarnation]
+    def placed(self, num_sequences: int) -> None:
+        """So many more (or fewer, below 0) sequences of this router are on workers, whose loads tell."""
+        self._num_placed += num_sequences
 
     def leave(self, ticket: Ticket, used_tokens: int) -> None:
         """A request that had a turn, or waited for one, is over. Idempotent."""
@@ -162,7 +156,7 @@ class Admission:
         if now >= self._look_at:
             fleet = self._fleet()
             seats, there = fleet.seats() if fleet else (0, 0)
-            on_their_way = running - self._own.total()
+            on_their_way = running - self._num_placed
             self._free_then = ROOM_PER_SEAT * seats - there - on_their_way
             self._running_then, self._look_at = running, now + LOOK_EVERY_S
         return self._free_then - (running - self._running_then)
@@ -212,7 +206,7 @@ class Visit:
         self._ticket: Ticket | None = None
         self._error: Exception | None = None
         self._used_tokens = 0
-        self._places: list[tuple[str, int]] = []
+        self._num_placed = 0
 
     async def turn(self, body: GenerationBody, parts: Sequence[Part], targets: Targets) -> bool:
         """Wait until the request may go to its workers; True where it had to, so that its plan is old.
@@ -234,10 +228,9 @@ class Visit:
             self._admission.fail(self._ticket, error)
 
     def placed(self, generation: Generation) -> None:
-        """It is on its workers now. Where it goes on when one is lost, States alone show."""
-        self._places = [(part.plan.decode.incarnation, len(part.choices)) for part in generation.parts]
-        for incarnation, num_sequences in self._places:
-            self._admission.placed(incarnation, num_sequences)
+        """It is on its workers now."""
+        self._num_placed = sum(len(part.choices) for part in generation.parts)
+        self._admission.placed(self._num_placed)
 
     def served(self, generation: Generation) -> None:
         """What it has used in the end."""
@@ -250,8 +243,7 @@ class Visit:
     def close(self) -> None:
         """Give its place to others. Idempotent."""
         ticket, self._ticket = self._ticket, None
-        places, self._places = self._places, []
-        for incarnation, num_sequences in places:
-            self._admission.placed(incarnation, -num_sequences)
+        placed, self._num_placed = self._num_placed, 0
+        self._admission.placed(-placed)
         if ticket is not None:
             self._admission.leave(ticket, self._used_tokens)

@@ -66,9 +66,7 @@ def _empty(title: str) -> _App:
     )
 
 
-def _add_gate(
-    app: FastAPI, router: Router, authorize: Callable[[bytes], ApiKey]
-) -> Callable[[ASGIApp], Gate]:
+def _add_gate(app: FastAPI, router: Router, authorize: Callable[[str], ApiKey]) -> Callable[[ASGIApp], Gate]:
     """Once all routes are added. Returns what puts the same gate before another application."""
     gate = partial(
         Gate,

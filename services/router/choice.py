@@ -29,7 +29,8 @@ class Token(NamedTuple):
 class Piece:
     """What became certain of a choice. `scored`: the tokens whose text is part of the answer.
 
-    `token_ids` has also those of a stop string or the end token: all that were generated.
+    `token_ids` has also those of a stop string or the end token: all that were generated. `num_generated`:
+    tokens that came meanwhile, released or not.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     scored: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
+    num_generated: int = 0
 
     def append(self, later: Piece) -> None:
         """Join the next piece of the same choice."""
@@ -44,6 +46,7 @@ class Piece:
         self.token_ids += later.token_ids
         self.scored += later.scored
         self.finish_reason = later.finish_reason
+        self.num_generated += later.num_generated
 
 
 class Choice:
@@ -83,6 +86,7 @@ class Choice:
             silent = ends and token_id in self._stop_token_ids
             self._waiting.append(Token(token_id, self._num_chars, logprob))
             self.token_ids.append(token_id)
+            piece.num_generated += 1
             self._take(piece, "" if silent else self._detokenizer.push(token_id))
             if self._matcher.stopped:
                 return self._finish(piece, FinishReason.STOP)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.router.roster import Member, WorkerState
+from services.router.roster import Member
+from services.router.standing import WorkerState
 from wire.v1 import worker_pb2 as pb
 
 

@@ -18,6 +18,7 @@ from services.router.admission import Visit
 from services.router.bugs import reported
 from services.router.choice import Piece
 from services.router.generation import Generation, Part
+from services.router.headers import header
 from services.router.keys import ApiKey
 from services.router.parse import Receive, check_request, read_body
 from services.router.progress import Progress
@@ -27,7 +28,7 @@ from services.router.session import INBOX_DELTAS_PER_CHOICE, Inbox
 from services.router.shapes import B, Shape
 from services.router.shutdown import cut_off
 from services.router.sse import Reply, Send
-from services.router.targets import targets_of
+from services.router.targets import left, targets_of
 from services.router.text import Constraints, Prompt
 
 
@@ -83,8 +84,8 @@ class GenerationEndpoint(Generic[B]):
                     await self._run(call)
                 finally:
                     watcher.cancel()
-        except BatonError as error:
-            progress.failed(error)
+        except BaseException as error:
+            progress.failed(_as_told(error))
             raise
         finally:
             progress.close()
@@ -135,7 +136,7 @@ class GenerationEndpoint(Generic[B]):
         def plan() -> Generation:
             made = Generation(
                 *(record.request_id, self._router, call.body, prompts, constraints),
-                *(call.forced, record.targets, call.inbox),
+                *(call.forced, left(record.targets, record.elapsed_s), call.inbox),
             )
             call.progress.planned(made)
             return made
@@ -178,14 +179,21 @@ async def _watch_client(receive: Receive, inbox: Inbox, visit: Visit) -> None:
 
 
 def _forced_plan(scope: MutableMapping[str, Any]) -> Forced:
-    values = [value for name, value in scope["headers"] if name == b"x-baton-plan"]
+    wish = header(scope, "X-Baton-Plan")
     try:
-        return Forced(values[0].decode("latin-1").strip().lower()) if values else Forced.AUTO
+        return Forced.AUTO if wish is None else Forced(wish.lower())
     except ValueError:
         known = ", ".join(Forced)
         raise InvalidParameter(
             f"the header X-Baton-Plan takes one of {known}", param="X-Baton-Plan"
         ) from None
+
+
+def _as_told(error: BaseException) -> BatonError:
+    """What the gate makes of an error that passes here."""
+    if isinstance(error, BatonError):
+        return error
+    return cut_off() if isinstance(error, asyncio.CancelledError) else BatonError("the router failed")
 
 
 def _plan_headers(generation: Generation) -> list[tuple[str, str]]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
 
 import grpc
 
 from core import log
-from core.clock import Clock, monotonic
+from core.clock import AwakeClock, Clock, monotonic
 from core.errors import BatonError, Unavailable
 from core.request import Role
 from planning.plan import Plan
@@ -25,8 +27,9 @@ from planning.worker_view import FleetView
 from services.discovery import Discovery
 from services.router.bugs import reported
 from services.router.placed import Placed
-from services.router.roster import Member, Roster, WorkerState
+from services.router.roster import Member, Roster
 from services.router.session import Session
+from services.router.standing import WorkerState
 from wire import channel, status
 from wire.v1 import worker_pb2 as pb
 from wire.v1 import worker_pb2_grpc as pb_grpc
@@ -35,17 +38,20 @@ HELLO_TIMEOUT_S = 10.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 TICK_S = 0.5
 SET_ROLE_TIMEOUT_S = 5.0
-MAX_PICKS = 3
-"""How often others are picked instead of workers whose sessions are not open."""
 
 logger = log.get("router.fleet")
 
 
+def pause_after(lasted_s: float, pause_s: float) -> float:
+    """Seconds until a stream that has lasted so long is opened again, `pause_s` those before it was."""
+    return FIRST_RETRY_S if lasted_s > LONGEST_RETRY_S else min(2 * pause_s, LONGEST_RETRY_S)
+
+
 @dataclass(slots=True)
 class _Link:
-    """What belongs to one address. `decoding` is set while the Watch stream of a worker in that role lives:
-    a session is then opened, and opened again. One that is open goes on when the worker changes its role,
-    for the requests that it has. `incarnation` is the worker's own that was there last."""
+    """What belongs to one address. `decoding` is set while a worker in that role answers and is used here: a
+    session is then opened, and opened again. One that is open goes on when that ends, for the requests that
+    it has. `incarnation` is the worker's own that was there last."""
 
     channel: grpc.aio.Channel
     session: Session
@@ -75,7 +81,7 @@ class Fleet:
         self.connections_lost: Counter[str] = Counter(dict.fromkeys(Role, 0))
         self._discovery = discovery
         self._count_fault = count_fault
-        self._clock = clock
+        self._clock = AwakeClock(TICK_S, clock)  # a worker is silent only while we listen
         self._identity = identity
         self._links: dict[str, _Link] = {}
         self._discovered: frozenset[str] = frozenset()
@@ -98,19 +104,7 @@ class Fleet:
     ) -> FleetView:
         """Workers that take requests now: ready, and decode workers with an open session. See
         `Roster.fleet_view`."""
-        now, out = self._clock(), set(without)
-        view = self.roster.fleet_view(now, keys, num_tokens, num_prefill_tokens, out)
-        for _ in range(MAX_PICKS):
-            down = {each.incarnation for each in view.decode if self.session(each.incarnation) is None}
-            if not down:
-                return view
-            out |= down  # few of many were picked: others may be there
-            view = self.roster.fleet_view(now, keys, num_tokens, num_prefill_tokens, out)
-        return replace(view, decode=tuple(w for w in view.decode if self.session(w.incarnation) is not None))
-
-    def own(self, incarnation: str, sequences: int) -> None:
-        """See `Roster.own`."""
-        self.roster.own(incarnation, sequences)
+        return self.roster.fleet_view(self._clock(), keys, num_tokens, num_prefill_tokens, without)
 
     def seats(self) -> tuple[int, int]:
         """See `Roster.seats`."""
@@ -120,6 +114,21 @@ class Fleet:
         """Every worker with its state and the reason when it is not ready."""
         now = self._clock()
         return [(member, *self.roster.status(member, now)) for member in self.roster.members.values()]
+
+    def some(self, at_most: int) -> list[tuple[Member, WorkerState, str]]:
+        """So many of them, those with which something is amiss first."""
+        amiss, members = self.roster.amiss(self._clock()), self.roster.members
+        others = (address for address in members if address not in amiss)
+        shown = [members[address] for address in islice(chain(amiss, others), at_most)]
+        return [(member, *self.status(member)) for member in shown]
+
+    def num_amiss(self) -> int:
+        """Workers that are neither ready nor duplicates."""
+        return len(self.roster.amiss(self._clock()))
+
+    def counts(self) -> Mapping[tuple[str, WorkerState], int]:
+        """See `Roster.counts`."""
+        return self.roster.counts(self._clock())
 
     def status(self, member: Member) -> tuple[WorkerState, str]:
         """The worker's state, and the reason when it is not ready."""
@@ -141,8 +150,8 @@ class Fleet:
 
     def expects_decode(self) -> bool:
         """Whether decode workers are known that may come, or come back."""
-        gone = (WorkerState.CONNECTING, WorkerState.LOST, WorkerState.SILENT)
-        return any(state in gone and m.role in ("", Role.DECODE) for m, state, _ in self.workers())
+        gone, counts = (WorkerState.CONNECTING, WorkerState.LOST, WorkerState.SILENT), self.counts()
+        return any(counts.get((role, state)) for role in ("", Role.DECODE) for state in gone)
 
     def session(self, incarnation: str) -> Session | None:
         """The open session of a decode worker."""
@@ -163,9 +172,11 @@ class Fleet:
                     self._drop(address)
             for address in sorted(addresses - self._links.keys()):
                 self.roster.add(address)
+                tell = partial(self.roster.session, address)
+                tell(False)
                 connection = channel.connect(address, self._identity)
                 link = self._links[address] = _Link(
-                    connection, Session(address, connection, self._count_fault)
+                    connection, Session(address, connection, self._count_fault, tell)
                 )
                 link.tasks = [
                     group.create_task(self._follow(address, link)),
@@ -187,45 +198,42 @@ class Fleet:
     async def _follow(self, address: str, link: _Link) -> None:
         retry_s = FIRST_RETRY_S
         while True:
-            greeted, reason = await self._watch(address, link)
-            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+            began = self._clock()
+            reason = await self._watch(address, link)
+            retry_s = pause_after(self._clock() - began, retry_s)
             if reason is not None:
-                retry_s = FIRST_RETRY_S if greeted else retry_s
-                link.decoding.clear()
                 if self.roster.lost(address, reason):
                     self.connections_lost[self.roster.members[address].role] += 1
-                self._report(address, link)
+                self._settle()
                 if address not in self._discovered:
                     self._drop(address)
                     return
             await asyncio.sleep(retry_s)
 
-    async def _watch(self, address: str, link: _Link) -> tuple[bool, str | None]:
-        """One Watch stream, to its end: whether a Hello came, and why it ended, None where only news of
-        blocks was missed: the worker is there, and a new stream begins with all of its blocks."""
+    async def _watch(self, address: str, link: _Link) -> str | None:
+        """One Watch stream, to its end: why it ended, None where only news of blocks was missed: the worker
+        is there, and a new stream begins with all of its blocks."""
         call = pb_grpc.WorkerStub(link.channel).Watch(pb.WatchRequest())
-        greeted = False
         try:
             events = aiter(call)
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 event = await anext(events, pb.WatchEvent())
             if event.WhichOneof("kind") != "hello":
-                return greeted, "the first message was not a Hello; is this a Baton worker?"
+                return "the first message was not a Hello; is this a Baton worker?"
             self._greet(address, link, event.hello)
-            greeted = True
             async for event in events:
                 if not self._heard(address, link, event):
-                    return greeted, None
-            return greeted, "the worker ended the stream"
+                    return None
+            return "the worker ended the stream"
         except TimeoutError:
-            return greeted, f"no Hello within {HELLO_TIMEOUT_S:g} s"
+            return f"no Hello within {HELLO_TIMEOUT_S:g} s"
         except grpc.aio.AioRpcError as error:
-            return greeted, str(status.from_rpc(error, address))
+            return str(status.from_rpc(error, address))
         except BatonError as error:
-            return greeted, error.message
+            return error.message
         except Exception as error:
             self._count_fault("watch")
-            return greeted, reported(error).message
+            return reported(error).message
         finally:
             call.cancel()
 
@@ -234,10 +242,10 @@ class Fleet:
         match event.WhichOneof("kind"):
             case "hello":  # another role
                 self._greet(address, link, event.hello)
-                self._report(address, link)
+                self._settle()
             case "state":
                 self.roster.state(address, event.state, self._clock())
-                self._report(address, link)
+                self._settle()
             case "kv" if not self.roster.kv(address, event.kv):
                 logger.warning("worker.news_missed", address=address, incarnation=link.incarnation)
                 return False
@@ -248,26 +256,27 @@ class Fleet:
             raise Unavailable("its role is neither prefill nor decode; is this worker's version another?")
         self.roster.hello(address, hello, self._clock())
         link.incarnation, link.session.worker_id = hello.incarnation, hello.worker_id
-        if hello.role == Role.DECODE:
-            link.decoding.set()
-        else:
-            link.decoding.clear()
 
     async def _tick(self) -> None:
         """Silence is no event: look for it."""
         while True:
             await asyncio.sleep(TICK_S)
-            for address, link in self._links.items():
-                self._report(address, link)
+            self._settle()
 
-    def _report(self, address: str, link: _Link) -> None:
-        """Log a change of state; take the requests away from a worker that fell silent."""
-        member = self.roster.members[address]
-        state, reason = self.roster.status(member, self._clock())
-        if state is link.reported:
-            return
-        link.reported = state
-        line = logger.info if state in (WorkerState.READY, WorkerState.DUPLICATE) else logger.warning
-        line(f"worker.{state.value}", worker=member.worker_id, address=address, reason=reason)
-        if state is WorkerState.SILENT:
-            link.session.abandon(f"decode worker {member.worker_id} does not answer: {reason}")
+    def _settle(self) -> None:
+        """Act on what workers have become: open sessions to those that decode, log it, take the requests away
+        from those that fell silent."""
+        for address in self.roster.changes(self._clock()):
+            link, member = self._links[address], self.roster.members[address]
+            state, reason = self.status(member)
+            if member.role == Role.DECODE and state in (WorkerState.READY, WorkerState.DRAINING):
+                link.decoding.set()
+            else:
+                link.decoding.clear()
+            if state is link.reported:
+                continue  # it is its role that changed
+            link.reported = state
+            line = logger.info if state in (WorkerState.READY, WorkerState.DUPLICATE) else logger.warning
+            line(f"worker.{state.value}", worker=member.worker_id, address=address, reason=reason)
+            if state is WorkerState.SILENT:
+                link.session.abandon(f"decode worker {member.worker_id} does not answer: {reason}")

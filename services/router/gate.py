@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import orjson
@@ -17,17 +17,17 @@ from starlette.requests import Request
 
 from core.errors import BatonError, NotFound, RequestError, Unauthorized
 from services.router.bugs import reported
+from services.router.headers import header
 from services.router.keys import ApiKey
 from services.router.metrics import RouterMetrics
 from services.router.parse import Receive
+from services.router.record import CLIENT_CLOSED_REQUEST
 from services.router.shutdown import cut_off
 from services.router.sse import Send
 
 MAX_REQUEST_ID_CHARS = 128
 OPEN_PATHS = frozenset({"/startup", "/live", "/health", "/ready"})
 """Probes have no key."""
-
-CLIENT_GONE_STATUS = "499"
 
 
 class MethodNotAllowed(RequestError):
@@ -66,7 +66,8 @@ async def send_error(send: Send, error: BatonError) -> None:
 class Gate:
     """ASGI middleware around the whole application.
 
-    `authorize`: the key that an `Authorization` header holds, then in `scope["baton_key"]`; or Unauthorized.
+    `authorize`: the key that an `Authorization` header holds, then in `scope["baton_key"]`; raises what is
+    answered instead.
     `routes`: the templates that metrics may name. While `leaving`, connections end with their answer.
     """
 
@@ -75,7 +76,7 @@ class Gate:
         app: Any,
         metrics: RouterMetrics,
         leaving: Callable[[], bool],
-        authorize: Callable[[bytes], ApiKey],
+        authorize: Callable[[str], ApiKey],
         routes: Iterable[str],
     ) -> None:
         self._app = app
@@ -91,15 +92,14 @@ class Gate:
             return
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server, which has the original, sends no body
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers)
+        request_id = _request_id(scope)
         scope["baton_request_id"] = request_id
-        status = CLIENT_GONE_STATUS
+        status = CLIENT_CLOSED_REQUEST
 
         def send_marked(message: Any) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = str(message["status"])
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 if self._leaving():
                     message["headers"].append((b"connection", b"close"))
@@ -107,19 +107,19 @@ class Gate:
 
         try:
             if scope["path"] not in OPEN_PATHS:
-                scope["baton_key"] = self._authorize(headers.get(b"authorization", b""))
+                scope["baton_key"] = self._authorize(header(scope, "Authorization") or "")
             await self._app(scope, receive, send_marked)
         except BatonError as error:
             await send_error(send_marked, error)
         except asyncio.CancelledError:
-            if status == CLIENT_GONE_STATUS:
+            if status == CLIENT_CLOSED_REQUEST:
                 await send_error(send_marked, cut_off())
         except Exception as error:
             bug = reported(error)
-            if status == CLIENT_GONE_STATUS:
+            if status == CLIENT_CLOSED_REQUEST:
                 await send_error(send_marked, bug)
         finally:
-            self._metrics.requests.labels(self._route(scope["path"]), status).inc()
+            self._metrics.requests.labels(self._route(scope["path"]), str(status)).inc()
 
     def _route(self, path: str) -> str:
         if path in self._routes:
@@ -127,9 +127,9 @@ class Gate:
         return next((r for prefix, r in self._prefixes.items() if path.startswith(prefix)), "other")
 
 
-def _request_id(headers: dict[bytes, bytes]) -> str:
+def _request_id(scope: Mapping[str, Any]) -> str:
     """The client's, capped, if it is printable; else a new one."""
-    theirs = headers.get(b"x-request-id", b"").decode("latin-1")[:MAX_REQUEST_ID_CHARS]
+    theirs = (header(scope, "X-Request-Id") or "")[:MAX_REQUEST_ID_CHARS]
     if theirs and theirs.isascii() and theirs.isprintable():
         return theirs
     return f"req-{uuid.uuid4().hex}"

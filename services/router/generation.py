@@ -182,7 +182,7 @@ class Generation:
             sampling=self._sampling(part),
             block_hashes=part.block_hashes,
             cache_salt=self._body.cache_salt,
-            prefill=target(part.plan, self._router.settings.min_remote_tokens),
+            prefill=target(part.plan),
             epoch=part.epoch,
             resumed=part.resumed,
             itl_slo_s=self._targets.itl_s,
@@ -227,9 +227,8 @@ class Generation:
             return None
         if self._body.prompt_logprobs and len(part.logprobs) != len(part.prompt.token_ids):
             raise EngineFault("the decode worker did not send the prompt's log probabilities")
-        before = choice.num_tokens
         piece = choice.feed(delta)
-        self.num_generated_tokens += choice.num_tokens - before
+        self.num_generated_tokens += piece.num_generated
         if choice.finished:
             self._end(part, delta)
         return part, piece

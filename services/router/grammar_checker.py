@@ -21,7 +21,7 @@ import orjson
 
 from checkpoint.grammar import GrammarThread, problem, refusal
 from core import log
-from core.errors import Unavailable
+from core.errors import SOON_S, Unavailable
 from core.request import Grammar
 from services import orphan
 
@@ -103,7 +103,8 @@ def _started() -> subprocess.Popen[bytes]:
         child.communicate()
         raise Unavailable(
             f"the router cannot start its grammar checker (status {child.returncode}); "
-            f"send the request without a grammar, or try again"
+            f"send the request without a grammar, or try again",
+            retry_after_s=SOON_S,
         )
     return child
 

@@ -8,16 +8,13 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from core import log
 from core.errors import ConfigError
 from core.settings import Settings
 from services.router.connection import RequireCertificate, bounded
-from wire.certificates import server_context, stamps
+from wire.certificates import PemFiles, server_context
 
 LOOK_EVERY_S = 10.0
 _FLAGS = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
-
-logger = log.get("router")
 
 
 class HTTPS:
@@ -36,7 +33,7 @@ class HTTPS:
                 raise ConfigError(f"{' and '.join(given)} without --ssl-certfile; give the certificate too")
             return
         self._paths = paths
-        self._stamps = stamps(paths, _FLAGS)
+        self._files = PemFiles(paths, _FLAGS)
         self.context = server_context(*paths, _FLAGS)
 
     @property
@@ -63,18 +60,12 @@ class HTTPS:
 
     def refresh(self) -> None:
         """Take over replaced files; what does not belong together yet is left for the next time."""
+        self._files.renewed(self._load)
+
+    def _load(self) -> None:
         assert self.context
-        try:
-            found = stamps(self._paths, _FLAGS)
-            if found == self._stamps:
-                return
-            cert, key, ca = self._paths
-            server_context(cert, key, ca, _FLAGS)  # first on one that nobody uses
-            self.context.load_cert_chain(cert, key or None, password="")
-            if ca:
-                self.context.load_verify_locations(ca)
-        except (ConfigError, OSError) as error:
-            logger.warning("tls.not_reloaded", reason=str(error))
-        else:
-            self._stamps = found
-            logger.info("tls.reloaded", cert=self._paths[0])
+        cert, key, ca = self._paths
+        server_context(cert, key, ca, _FLAGS)  # first on one that nobody uses
+        self.context.load_cert_chain(cert, key or None, password="")
+        if ca:
+            self.context.load_verify_locations(ca)

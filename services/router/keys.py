@@ -7,7 +7,7 @@
     [keys.alice]
     key = "..."                            or key_sha256 = "..." (hex), so that the file holds no key
     max_concurrent = 8                     requests in the router at once; 0 = no limit, as below
-    max_tokens_per_minute = 100000         prompt and answer
+    max_tokens_per_minute = 100000         prompt and answer; see planning.key_limits
     priority_floor = 0                     it cannot ask for more urgent priorities than this
     weight = 2.0                           its share beside other keys'
     admin = true                           opens the admin port too
@@ -22,19 +22,18 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hmac import compare_digest
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from core.errors import ConfigError, Unauthorized
+from core.errors import ConfigError, RequestError, Unauthorized
 from core.settings import Settings
 from planning.fair_queue import MAX_PRIORITY, MIN_PRIORITY, Share
 
 MAX_KEYS = 1024
-"""Each may be a label of metrics, and each is compared with what a client sends."""
+"""Each may be a label of metrics."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 Sha256 = Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")]
@@ -53,6 +52,12 @@ class ApiKey:
         return self.share.name
 
 
+class AdminKeyRequired(RequestError):
+    http_status = 403
+    error_type = "authentication_error"
+    code = "admin_key_required"
+
+
 NO_KEY = ApiKey(Share("none"))
 """Everybody's, where there are no keys."""
 
@@ -61,43 +66,42 @@ class KeyRing:
     """All keys of a router. Raises ConfigError for two of one name, and for one key of two names."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
-        self._keys = tuple(keys)
-        names = [key.name for key in self._keys]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"there are two API keys of the name {twice}; give each its own")
-        owners = {key.digest: key.name for key in self._keys}
-        same = next((key.name for key in self._keys if owners[key.digest] != key.name), None)
-        if same is not None:
-            raise ConfigError(f"the API keys {same} and others are the same key; give each name its own")
-        if len(self._keys) > MAX_KEYS:
-            raise ConfigError(f"there are {len(self._keys)} API keys; a router takes {MAX_KEYS}")
+        self._keys: dict[bytes, ApiKey] = {}
+        names: set[str] = set()
+        for key in keys:
+            if key.name in names:
+                raise ConfigError(f"there are two API keys of the name {key.name}; give each its own")
+            same = self._keys.setdefault(key.digest, key)
+            if same is not key:
+                raise ConfigError(
+                    f"the API keys {same.name} and {key.name} are the same key; give each name its own"
+                )
+            names.add(key.name)
+        if len(names) > MAX_KEYS:
+            raise ConfigError(f"there are {len(names)} API keys; a router takes {MAX_KEYS}")
 
-    def user(self, authorization: bytes) -> ApiKey:
+    def user(self, authorization: str) -> ApiKey:
         """The key that a request's `Authorization` header holds. Raises Unauthorized."""
         found = self._find(authorization)
         if found is None:
             raise Unauthorized("the API key is missing or wrong; send it as Authorization: Bearer KEY")
         return found
 
-    def admin(self, authorization: bytes) -> ApiKey:
-        """As `user`, of an admin key."""
+    def admin(self, authorization: str) -> ApiKey:
+        """As `user`, of an admin key. Raises AdminKeyRequired for another one."""
         found = self.user(authorization)
         if found is not NO_KEY and not found.admin:
-            raise Unauthorized("this port wants an API key with `admin = true` in --api-keys-file")
+            raise AdminKeyRequired("this port wants an API key with `admin = true` in --api-keys-file")
         return found
 
-    def _find(self, authorization: bytes) -> ApiKey | None:
-        """Takes the same time for every key."""
+    def _find(self, authorization: str) -> ApiKey | None:
+        """How long it takes tells of a digest at most, which leads to no key."""
         if not self._keys:
             return NO_KEY
-        scheme, _, key = authorization.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        found = None
-        for each in self._keys:
-            if compare_digest(each.digest, digest):
-                found = each
-        return found if scheme.lower() == b"bearer" else None
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        return self._keys.get(hashlib.sha256(key.strip(" ").encode("latin-1")).digest())
 
 
 class _Entry(BaseModel):

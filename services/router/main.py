@@ -7,7 +7,7 @@ import contextlib
 import gc
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
 import uvloop
@@ -93,8 +93,12 @@ async def _serve(
     host, port = listener.getsockname()[:2]
     logger.info("router.listening", host=host, port=port, scheme=https.scheme)
     work = asyncio.create_task(_work(router, source, https, identity))
-    work.add_done_callback(lambda _: setattr(server, "should_exit", True))
-    async with _serve_admins(router, admin_listener, https):
+
+    def end(_: asyncio.Task[None]) -> None:
+        server.should_exit = True
+
+    work.add_done_callback(end)
+    async with _serve_admins(router, admin_listener, https, end):
         await server.serve(sockets=[listener])
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -119,8 +123,14 @@ def _make_server(app: ASGIApp, https: HTTPS) -> _Server:
 
 
 @contextlib.asynccontextmanager
-async def _serve_admins(router: Router, listener: socket.socket | None, https: HTTPS) -> AsyncIterator[None]:
-    """The admin port, for as long as the other one is served."""
+async def _serve_admins(
+    router: Router,
+    listener: socket.socket | None,
+    https: HTTPS,
+    ended: Callable[[asyncio.Task[None]], None],
+) -> AsyncIterator[None]:
+    """The admin port, for as long as the other one is served. Where it fails sooner, `ended` is told, and the
+    failure is raised at the end."""
     if listener is None:
         yield
         return
@@ -128,6 +138,7 @@ async def _serve_admins(router: Router, listener: socket.socket | None, https: H
     host, port = listener.getsockname()[:2]
     logger.info("router.admin_listening", host=host, port=port, scheme=https.scheme)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving.add_done_callback(ended)
     try:
         yield
     finally:
@@ -146,10 +157,9 @@ async def _work(router: Router, source: discovery.Discovery, https: HTTPS, ident
     logger.info("router.loaded", model=text.name)
     gc.collect()
     gc.freeze()  # some 80,000 objects, there for good
-    following = [asyncio.create_task(https.follow()), asyncio.create_task(router.pace.follow())]
     try:
-        await router.fleet.run()
+        async with asyncio.TaskGroup() as group:
+            for each in (router.fleet.run(), router.pace.follow(), https.follow()):
+                group.create_task(each)
     finally:
-        for task in following:
-            task.cancel()
         text.close()

@@ -9,29 +9,27 @@ from core.kv import Fingerprint
 from core.request import Role
 from core.step_model import GUESSED_DECODE, GUESSED_PREFILL, StepModel
 from planning.price import FOLLOWING_TOKENS
-from planning.worker_view import GUESSED_WAY_S, Sent, WorkerView
+from planning.worker_view import GUESSED_CHUNK_TOKENS, GUESSED_WAY_S, Sent, WorkerView
 from wire import codec
 from wire.v1 import worker_pb2 as pb
 
 WAY_GAIN = 0.05
-"""By such a share the way to a worker is corrected with each answer, up or down: half of the answers are slower
-than that, and one that came very late counts as one."""
-
-GUESSED_CHUNK_TOKENS = 256
-"""Of a worker that does not say how many prompt tokens a step of it computes."""
+"""By such a share the way to a worker is corrected with each answer, up or down: half of the answers are
+slower than that, and one that came very late counts as one."""
 
 
 @dataclass(slots=True)
 class Member:
     """`unseen`: work sent to it that none of its States counts yet; `done`: that its last State still counts
     and is over. `mismatch`: why it does not fit the fleet. `vote`: the fingerprint that it counts for.
-    `way_s`: see WorkerView."""
+    `way_s`: see WorkerView. `has_session`: whether a decode worker can be sent anything."""
 
     address: str
     hello: pb.Hello | None = None
     fingerprint: Fingerprint | None = None
     state: pb.State | None = None
     connected: bool = False
+    has_session: bool = True
     heard_at: float = 0.0
     lost_reason: str = ""
     mismatch: str = ""
@@ -90,8 +88,8 @@ class Member:
         self.unseen, self._view = self.unseen + work, None
 
     def ended(self, request_id: str, work: Sent) -> None:
-        """So much of what it was sent is over, sooner than its State says so. What a prefill worker has built is
-        out of its States before a decode worker can answer; and in those of a decode worker only the last
+        """So much of what it was sent is over, sooner than its State says so. What a prefill worker has built
+        is out of its States before a decode worker can answer; and in those of a decode worker only the last
         step's tokens are still counted."""
         unseen = self._sent.get(request_id)
         if unseen is None and self.role == Role.DECODE:
@@ -138,6 +136,7 @@ class Member:
             fingerprint=self.fingerprint,
             total_blocks=hello.total_blocks,
             load=self.load,
+            running=max(0, state.running - done.sequences),
             waiting=state.waiting + unseen.sequences,
             queued_tokens=max(0, state.queued_tokens - done.tokens) + unseen.tokens,
             context_tokens=max(0, state.context_tokens - done.context_tokens) + unseen.context_tokens,

@@ -1,4 +1,5 @@
-"""The router's metrics. Label values come from fixed lists and the served model's name only."""
+"""The router's metrics. Label values come from fixed lists, the served model's name and the names of API keys
+only."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from prometheus_client.samples import Sample
 
 from core import metric_names as names
 from core.request import Role
+from planning.recovery import Cause, Denial
 from services.router.fleet import Fleet
-from services.router.roster import WorkerState
+from services.router.standing import WorkerState
 
 
 class RouterMetrics:
@@ -52,6 +54,10 @@ class RouterMetrics:
         self.client_gone = counter(names.CLIENT_GONE, "clients that left before their answer's end")
         self.resumes = counter(names.RESUMES, "prompts that went on at another worker", ("reason",))
         self.resumes_denied = counter(names.RESUMES_DENIED, "prompts that could not go on", ("why",))
+        for cause in Cause:  # from 0 on: Prometheus sees no increase in a series that begins with 1
+            self.resumes.labels(cause.value)
+        for why in Denial:
+            self.resumes_denied.labels(why.value)
         self.poisoned = counter(names.POISONED, "prompts that were given up since workers ended with them")
         self.faults = counter(names.FAULTS, "answers and streams that failed on our side", ("where",))
         self.slo_requests = counter(
@@ -100,13 +106,11 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         fleet = self._fleet()
-        counts = {(role.value, state.value): 0 for role in Role for state in WorkerState}
-        for member, state, _ in fleet.workers() if fleet else ():
-            if member.role:
-                counts[member.role, state.value] += 1
+        counts = fleet.counts() if fleet else {}
         workers = GaugeMetricFamily(names.WORKERS, "workers by state", labels=("role", "state"))
-        for labels, count in counts.items():
-            workers.add_metric(labels, count)
+        for role in Role:
+            for state in WorkerState:
+                workers.add_metric((role.value, state.value), counts.get((role.value, state), 0))
         yield workers
         lost = CounterMetricFamily(names.WORKER_CONNECTIONS_LOST, "connections that broke", labels=("role",))
         for role in Role:

@@ -16,7 +16,8 @@ from core.request import PlanKind
 from planning.plan import Forced, Reason
 from services.router.gate import OPEN_PATHS
 from services.router.parse import NO_EFFECT
-from services.router.record_json import RequestList, RequestRecord
+from services.router.record_json import RequestRecord
+from services.router.record_summary import RequestList
 from services.router.records import DEFAULT_LISTED, MAX_LISTED
 from services.router.schemas import ChatBody, CompletionBody, DetokenizeBody, RoleBody, TokenizeBody
 from services.router.targets import ITL_HEADER, TTFT_HEADER

@@ -1,8 +1,8 @@
 """How often a stream is written to, when the router cannot keep up.
 
-What a written event costs hardly depends on how many tokens are in it. So when the event loop runs late, every
-stream rests a little after each event: what comes meanwhile goes out as one event. A loop that keeps up sends
-each token at once.
+What a written event costs hardly depends on how many tokens are in it. So when the event loop runs late,
+every stream rests a little after each event: what comes meanwhile goes out as one event. A loop that keeps up
+sends each token at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FADE = 0.8
 
 
 class Pace:
-    """`rest_s`: how long each stream rests now; 0 as a rule. `follow` keeps it up to date, until cancelled."""
+    """`rest_s`: how long each stream rests now, 0 as a rule. `follow` keeps it up to date until cancelled."""
 
     def __init__(self) -> None:
         self.rest_s = 0.0

@@ -9,8 +9,7 @@ from core.blocks import block_key, hash_blocks, num_shareable_blocks
 from core.kv import Fingerprint
 from core.request import PrefillTarget
 from planning.estimate import Targets
-from planning.plan import Forced, Plan, Reason, RequestFacts, plan
-from planning.price import queue_s
+from planning.plan import Forced, Plan, RequestFacts, plan
 from planning.worker_view import FleetView, Sent
 from services.router.fleet import Fleet
 from services.router.part import Part
@@ -79,23 +78,19 @@ def replanned(
     return replace(chosen, max_tokens=chosen.max_tokens + part.longest)
 
 
-def target(chosen: Plan, min_remote_tokens: int) -> PrefillTarget | None:
-    """The prefill worker of a plan. A client that forces the handoff gets it for every missing block, else it
-    has to be worth it."""
-    prefill = chosen.prefill
-    if prefill is None:
+def target(chosen: Plan) -> PrefillTarget | None:
+    """The prefill worker of a plan, as its decode worker is told of it."""
+    prefill, remote = chosen.prefill, chosen.remote
+    if prefill is None or remote is None:
         return None
-    model, new = prefill.prefill_model, chosen.work[prefill.incarnation].tokens
-    cached = chosen.chosen.cached_tokens
-    seconds = model.prompt_seconds(new, cached, prefill.chunk_tokens) if model.num_steps else 0.0
     return PrefillTarget(
         worker_id=prefill.worker_id,
         address=prefill.address,
         incarnation=prefill.incarnation,
-        min_tokens=1 if chosen.reason is Reason.FORCED_DISAGGREGATED else min_remote_tokens,
-        cached_blocks=cached // prefill.fingerprint.block_size,
-        token_s=seconds / new if new else 0.0,
-        queue_s=queue_s(prefill, new + cached, new),
+        min_tokens=remote.min_tokens,
+        cached_blocks=remote.cached_tokens // prefill.fingerprint.block_size,
+        token_s=remote.token_s,
+        queue_s=remote.queue_s,
     )
 
 

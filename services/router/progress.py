@@ -57,16 +57,24 @@ class Progress:
             record.first_token_at = now
             self._first_token(generation)
         for _, piece in pieces:
-            last_at = self._last_at.get(piece.index)
-            if last_at is None:
-                record.begun += 1
-            else:
-                self._itl.observe(now - last_at)
-                record.gaps.add(now - last_at)
-            self._last_at[piece.index] = now
+            if piece.num_generated:
+                self._came(piece.index, piece.num_generated, now)
             if piece.finish_reason is not None:
                 record.finish_reasons.append(piece.finish_reason)
                 self._metrics.finished.labels(piece.finish_reason).inc()
+
+    def _came(self, index: int, num_tokens: int, now: float) -> None:
+        """So many tokens of a choice, at once. With the first one of all nothing is measured."""
+        last_at = self._last_at.get(index, now)
+        if index not in self._last_at:
+            self.record.begun += 1
+            num_tokens -= 1
+        self._last_at[index] = now
+        if num_tokens:
+            gap_s = (now - last_at) / num_tokens
+            self.record.gaps.add(gap_s, num_tokens)
+            for _ in range(num_tokens):
+                self._itl.observe(gap_s)
 
     def _first_token(self, generation: Generation) -> None:
         record = self.record

@@ -27,17 +27,18 @@ logger = log.get("router.request")
 
 @dataclass(slots=True)
 class Gaps:
-    """Seconds between the tokens of each choice, as they reach the router."""
+    """Seconds between the tokens of each choice, as they reach the router; of several that come at once, each
+    is taken to have come in its share of the time."""
 
     total_s: float = 0.0
     max_s: float = 0.0
     first: array[float] = field(default_factory=lambda: array("f"))
 
-    def add(self, gap_s: float) -> None:
-        self.total_s += gap_s
+    def add(self, gap_s: float, num_tokens: int = 1) -> None:
+        """So many tokens came, each so long after the one before."""
+        self.total_s += gap_s * num_tokens
         self.max_s = max(self.max_s, gap_s)
-        if len(self.first) < MAX_GAPS:
-            self.first.append(gap_s)
+        self.first.extend([gap_s] * min(num_tokens, MAX_GAPS - len(self.first)))
 
     def quantile(self, share: float) -> float | None:
         """The smallest gap that `share` of them do not exceed; None without any."""
@@ -92,6 +93,13 @@ class Record:
         return None if self.first_token_at is None else self.first_token_at - self.began_at
 
     @property
+    def planned_ttft_s(self) -> float | None:
+        """From the plan to the first token."""
+        if self.first_token_at is None or self.planned_at is None:
+            return None
+        return self.first_token_at - self.planned_at
+
+    @property
     def router_s(self) -> float | None:
         """Until the plan: the body, its tokens, waiting for a place."""
         return None if self.planned_at is None else self.planned_at - self.began_at
@@ -124,9 +132,9 @@ class Record:
     @property
     def estimate_error(self) -> EstimateError | None:
         """None until a token has come, and where nothing was predicted or a worker was lost before."""
-        if self.predicted_s is None or self.first_token_at is None or self.planned_at is None or self.resumes:
+        if self.predicted_s is None or self.planned_ttft_s is None or self.resumes:
             return None
-        return estimate_error(self.predicted_s, self.first_token_at - self.planned_at)
+        return estimate_error(self.predicted_s, self.planned_ttft_s)
 
     @property
     def finish_reason(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What `/v1/requests` says of a request: the values, how they are made from its record.
+"""What `/v1/requests/{id}` says of a request: the values, how they are made from its record.
 
 Times are milliseconds, null where nothing was measured. Neither prompt nor answer is in here, nor a token of
 them.
@@ -6,10 +6,9 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 from core.request import PlanKind
 from planning.estimate import Option
@@ -86,7 +85,8 @@ class Times:
 
     `queue_ms`: in the decode worker's queue. `prefill_ms`: from there to the first token, with loads from
     tiers and the handoff. `transfer_ms`: of that, pulling KV from a prefill worker; `transfer_exposed_ms`: as
-    far as computing there did not hide it; `last_block_to_token_ms`: after the last block. Of several prompts
+    far as computing there did not hide it; `last_block_to_token_ms`: after the last block;
+    `remote_queue_ms`: that the prefill worker let it wait, a part of `prefill_ms`. Of several prompts
     the longest of each. `planned_ttft_ms`: from the plan to the first token, what a candidate's `ttft_ms`
     predicts; `ttft_ms`: from the request to the first token. `itl_ms`: the mean over all tokens after a
     choice's first.
@@ -98,6 +98,7 @@ class Times:
     transfer_ms: float | None
     transfer_exposed_ms: float | None
     last_block_to_token_ms: float | None
+    remote_queue_ms: float | None
     planned_ttft_ms: float | None
     ttft_ms: float | None
     itl_ms: float | None
@@ -155,36 +156,8 @@ class RequestRecord:
     resumes: list[Resume]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSummary:
-    """A request in a list."""
-
-    id: str
-    client_request_id: str
-    created: int
-    state: State
-    http_status: int | None
-    error: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    plan: PlanKind | None
-    reason: Reason | None
-    decode: str | None
-    prefill: str | None
-    predicted_ttft_ms: float | None
-    planned_ttft_ms: float | None
-    ttft_ms: float | None
-    itl_ms: float | None
-    total_ms: float
-    slo: Result | None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestList:
-    """Newest first: those that run, then those that are over."""
-
-    object: str
-    data: list[RequestSummary]
+def state(record: Record) -> State:
+    return "running" if record.ended_at is None else record.ending
 
 
 def describe(record: Record) -> RequestRecord:
@@ -198,7 +171,7 @@ def describe(record: Record) -> RequestRecord:
         key=record.key,
         model=record.model,
         created=record.created,
-        state=record.ending if over else "running",
+        state=state(record),
         http_status=record.http_status if over else None,
         error=record.error,
         finish_reason=record.finish_reason,
@@ -216,20 +189,6 @@ def describe(record: Record) -> RequestRecord:
         source_error=record.source_error,
         resumes=record.resumes,
     )
-
-
-def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The RequestSummary of a RequestRecord, both as JSON has them."""
-    plan, times = record["plan"] or {}, record["times"]
-    chosen = next((c for c in plan.get("candidates", ()) if c["chosen"]), {})
-    own = {
-        "plan": plan.get("kind"),
-        "slo": record["slo"]["all"],
-        "predicted_ttft_ms": chosen.get("ttft_ms"),
-        **{name: plan.get(name) for name in ("reason", "decode", "prefill")},
-        **{name: times[name] for name in ("planned_ttft_ms", "ttft_ms", "itl_ms", "total_ms")},
-    }
-    return {f.name: own[f.name] if f.name in own else record[f.name] for f in fields(RequestSummary)}
 
 
 def _describe_plan(plan: Plan) -> PlanRecord:
@@ -271,8 +230,7 @@ def _to_ms(seconds: float) -> float:
 
 
 def _times(record: Record) -> Times:
-    first_at, planned_at, gathered = record.first_token_at, record.planned_at, record.gathered
-    planned_s = None if first_at is None or planned_at is None else first_at - planned_at
+    gathered = record.gathered
     return Times(
         router_ms=ms(record.router_s),
         queue_ms=ms(record.queue_s),
@@ -280,7 +238,8 @@ def _times(record: Record) -> Times:
         transfer_ms=ms(record.transfer_s),
         transfer_exposed_ms=ms(max((g.transfer_exposed_s for g in gathered), default=None)),
         last_block_to_token_ms=ms(max((g.last_block_to_token_s for g in gathered), default=None)),
-        planned_ttft_ms=ms(planned_s),
+        remote_queue_ms=ms(max((g.remote_queue_s for g in gathered), default=None)),
+        planned_ttft_ms=ms(record.planned_ttft_s),
         ttft_ms=ms(record.ttft_s),
         itl_ms=ms(record.itl_s),
         itl_p99_ms=ms(record.gaps.quantile(0.99)),

@@ -10,12 +10,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import orjson
 
 from services.router.record import Record
-from services.router.record_json import describe, summarize
+from services.router.record_json import describe
+from services.router.record_summary import RequestSummary, summarize
 
 MAX_RECORDS = 10_000
 DEFAULT_LISTED, MAX_LISTED = 20, 200
@@ -25,13 +25,16 @@ ENTRY_NBYTES = 600
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """`json`: of its RequestRecord; `summary`: of its RequestSummary."""
+
     client_request_id: str
     key: str
     json: bytes
+    summary: bytes
 
     @property
     def nbytes(self) -> int:
-        return len(self.json) + ENTRY_NBYTES
+        return len(self.json) + len(self.summary) + ENTRY_NBYTES
 
 
 class Records:
@@ -58,7 +61,8 @@ class Records:
         """Keep what is known now. Idempotent."""
         if self._running.pop(record.request_id, None) is None:
             return
-        entry = _Entry(record.client_request_id, record.key, orjson.dumps(describe(record)))
+        json, summary = orjson.dumps(describe(record)), orjson.dumps(summarize(record))
+        entry = _Entry(record.client_request_id, record.key, json, summary)
         self._over[record.request_id] = entry
         self.nbytes += entry.nbytes
         while self.nbytes > self._limit_nbytes or len(self._over) > MAX_RECORDS:
@@ -86,18 +90,17 @@ class Records:
         every = reversed(self._by_client.items())
         return next((request_id for (_, theirs), request_id in every if theirs == name), None)
 
-    def newest(self, limit: int, key: str | None) -> dict[str, Any]:
-        """At most `limit`, as a RequestList in JSON."""
-        mine = islice(self._mine(key), limit)
-        return {"object": "list", "data": [summarize(record) for record in mine]}
+    def newest(self, limit: int, key: str | None) -> bytes:
+        """The JSON of a RequestList, of at most `limit`."""
+        return orjson.dumps({"object": "list", "data": list(islice(self._mine(key), limit))})
 
-    def _mine(self, key: str | None) -> Iterator[dict[str, Any]]:
+    def _mine(self, key: str | None) -> Iterator[RequestSummary | orjson.Fragment]:
         for record in reversed(self._running.values()):
             if key in (None, record.key):
-                yield orjson.loads(orjson.dumps(describe(record)))
+                yield summarize(record)
         for entry in reversed(self._over.values()):
             if key in (None, entry.key):
-                yield orjson.loads(entry.json)
+                yield orjson.Fragment(entry.summary)
 
     @property
     def running(self) -> int:

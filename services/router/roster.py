@@ -15,10 +15,9 @@ request costs the same however many workers there are.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from enum import StrEnum
 from itertools import islice
+from math import inf
 
 from core.kv import Fingerprint
 from core.request import Role
@@ -26,18 +25,9 @@ from planning.prefix_index import Changes, PrefixIndex
 from planning.shortlist import Pool
 from planning.worker_view import FleetView, Sent
 from services.router.member import Member
+from services.router.reference import Reference
+from services.router.standing import Standings, WorkerState
 from wire.v1 import worker_pb2 as pb
-
-
-class WorkerState(StrEnum):
-    CONNECTING = "connecting"
-    READY = "ready"
-    DRAINING = "draining"
-    DUPLICATE = "duplicate"
-    INCOMPATIBLE = "incompatible"
-    SILENT = "silent"
-    LOST = "lost"
-
 
 GUESSED_SEATS = 64
 """Of a worker that does not say how many sequences it runs at once."""
@@ -54,27 +44,32 @@ class Roster:
     same there. `silence_s`: a worker that says or does nothing for longer is not used."""
 
     def __init__(self, tokenizer_digest: str, silence_s: float, rng: random.Random | None = None) -> None:
-        self._tokenizer_digest = tokenizer_digest
         self._silence_s = silence_s
         self._rng = rng or random.Random()
         self.members: dict[str, Member] = {}
-        self.reference: Fingerprint | None = None
-        """What most connected decode workers have (of equals, the one discovered first)."""
         self.index = PrefixIndex()
-        self._votes: Counter[Fingerprint] = Counter()
+        self._reference = Reference(tokenizer_digest)
+        self._standings = Standings()
         self._pools = {role: Pool(self._rng) for role in Role}
         """The connected workers of each role, by address."""
         self._places: dict[str, list[str]] = {}
         """By incarnation, where it is connected. It is used, and counts, at the first of them only: a name
         that has an IPv4 and an IPv6 address does not make two workers of one."""
 
+    @property
+    def reference(self) -> Fingerprint | None:
+        """See `Reference.fingerprint`."""
+        return self._reference.fingerprint
+
     def add(self, address: str) -> None:
         """An address was discovered."""
         self.members[address] = Member(address)
+        self._standings.put(address, "", WorkerState.CONNECTING)
 
     def remove(self, address: str) -> None:
         """An address is no longer discovered."""
         self._leave(self.members[address])
+        self._standings.leave(address)
         del self.members[address]
 
     def hello(self, address: str, hello: pb.Hello, now: float) -> None:
@@ -85,6 +80,7 @@ class Roster:
             self._leave(member)
             self._places.setdefault(hello.incarnation, []).append(address)
         member.greeted(hello, now)
+        self._standings.heard(address, now)
         if member.fingerprint == self.reference:
             member.fingerprint = self.reference  # one object, quickly compared
         self._judge(member)
@@ -92,7 +88,14 @@ class Roster:
     def state(self, address: str, state: pb.State, now: float) -> None:
         member = self.members[address]
         member.heard(state, now)
+        self._standings.heard(address, now)
         self._list(member)
+
+    def session(self, address: str, is_open: bool) -> None:
+        """Whether a decode worker can be sent anything now. An address that was removed is left alone."""
+        if member := self.members.get(address):
+            member.has_session = is_open
+            self._list(member)
 
     def kv(self, address: str, events: pb.KvEvents) -> bool:
         """Take over what the worker says of its blocks; False when something before it was missed."""
@@ -100,7 +103,7 @@ class Roster:
         return self.index.apply(address, events.first, events.next, events.snapshot, changes)
 
     def assigned(self, request_id: str, work: Mapping[str, Sent]) -> None:
-        """So much of a request was sent to each of these workers, by incarnation; their States will count it."""
+        """So much of a request was sent to each of these workers, by incarnation; States will count it."""
         sent = [(self.at(incarnation), each) for incarnation, each in work.items()]
         for role, pool in self._pools.items():
             chosen = {m.address: (m, each) for m, each in sent if m is not None and m.role == role}
@@ -156,6 +159,21 @@ class Roster:
             return WorkerState.DRAINING, f"its phase is {member.state.phase}"
         return WorkerState.READY, ""
 
+    def changes(self, now: float) -> list[str]:
+        """Addresses whose worker is in another state, or role, than when this was last asked."""
+        self._look(now)
+        return self._standings.changes()
+
+    def counts(self, now: float) -> Mapping[tuple[str, WorkerState], int]:
+        """Workers by role, "" where none was told yet, and state; an address of one is one."""
+        self._look(now)
+        return self._standings.counts
+
+    def amiss(self, now: float) -> Collection[str]:
+        """Addresses of workers that are neither ready nor duplicates, the longest so first."""
+        self._look(now)
+        return self._standings.amiss.keys()
+
     def fleet_view(
         self,
         now: float,
@@ -194,12 +212,6 @@ class Roster:
             now,
         )
 
-    def own(self, incarnation: str, sequences: int) -> None:
-        """This router has so many on that decode worker; ignored where it is gone, or decodes no more."""
-        member = self.at(incarnation)
-        if member is not None and member.address in self._pools[Role.DECODE]:
-            self._pools[Role.DECODE].own(member.address, sequences)
-
     def seats(self, now: float) -> tuple[int, int]:
         """Of the decode workers that take requests now: sequences that they run at once, and those that they
         have or are about to have."""
@@ -218,6 +230,11 @@ class Roster:
     def _odd(self) -> list[Member]:
         members = (self.members[name] for name in self._pools[Role.PREFILL])
         return list(islice((member for member in members if member.mismatch), MAX_ODD))
+
+    def _look(self, now: float) -> None:
+        """Silence is no event."""
+        for address in self._standings.unheard(now - self._silence_s):
+            self._list(self.members[address])
 
     def _leave(self, member: Member) -> None:
         """Its life at its address is over, or another one's begins there. Idempotent."""
@@ -242,21 +259,27 @@ class Roster:
 
     def _judge(self, member: Member) -> None:
         """After every change of who it is, or whether it is used."""
+        reference = self._reference
         fits = self._used(member) and member.role == Role.DECODE and member.fingerprint is not None
         vote = member.fingerprint if fits else None
-        if vote is not None and vote.tokenizer_digest != self._tokenizer_digest:
+        if vote is not None and not reference.may_vote(vote):
             vote = None
         before, member.vote = member.vote, vote
-        if before != vote and self._count(before, vote):
+        votes = (each.vote for each in self.members.values())
+        if before != vote and reference.count(before, vote, votes):
             for each in self.members.values():
-                each.mismatch = self._mismatch(each)
+                each.mismatch = reference.mismatch(each.fingerprint)
                 self._list(each)
         else:
-            member.mismatch = self._mismatch(member)
+            member.mismatch = reference.mismatch(member.fingerprint)
             self._list(member)
 
     def _list(self, member: Member) -> None:
-        """Its row in the pool of its role is up to date."""
+        """Its standing, and its row in the pool of its role, are up to date."""
+        now = member.heard_at if self._standings.hears(member.address) else inf
+        state = self.status(member, now)[0]
+        self._standings.put(member.address, member.role, state)
+        usable = state is WorkerState.READY and (member.has_session or member.role != Role.DECODE)
         for role, pool in self._pools.items():
             if not self._used(member) or member.role != role:
                 pool.leave(member.address)
@@ -264,9 +287,8 @@ class Roster:
             assert member.hello is not None
             if member.address not in pool:
                 pool.join(member.address, member.view().max_tokens)
-            ready = self.status(member, member.heard_at)[0] is WorkerState.READY
             seats = member.hello.max_num_seqs or GUESSED_SEATS
-            pool.update(member.address, member.busy_s, member.heard_at, ready, seats, member.load)
+            pool.update(member.address, member.busy_s, member.heard_at, usable, seats, member.load)
 
     def _silence(self, member: Member, state: pb.State, now: float) -> str:
         unheard = now - member.heard_at
@@ -275,32 +297,3 @@ class Roster:
         if state.idle_s > self._silence_s:  # the loop turns twice a second, also without work
             return f"its engine has not moved for {state.idle_s:.0f} s"
         return ""
-
-    def _mismatch(self, member: Member) -> str:
-        ours = member.fingerprint
-        if ours is None:
-            return ""
-        if ours.tokenizer_digest != self._tokenizer_digest:
-            return "tokenizer_digest differs from the router's; start both with the same model"
-        if ours is self.reference:
-            return ""
-        difference = self.reference.difference(ours) if self.reference else None
-        if difference is None:
-            return ""
-        name, theirs, its = difference
-        return f"{name} is {its!r}, the decode workers have {theirs!r}; start all with the same {name}"
-
-    def _count(self, before: Fingerprint | None, vote: Fingerprint | None) -> bool:
-        """Take a changed vote over. Returns whether the reference is another one."""
-        if before is not None:
-            self._votes[before] -= 1
-        if vote is not None:
-            self._votes[vote] += 1
-        self._votes = +self._votes
-        most = max(self._votes.values(), default=0)
-        best = [each for each, count in self._votes.items() if count == most]
-        if len(best) > 1:
-            best = [member.vote for member in self.members.values() if member.vote in best]
-        reference = best[0] if best else None
-        changed, self.reference = reference != self.reference, reference
-        return changed

@@ -7,7 +7,7 @@ import time
 from contextlib import AbstractContextManager
 
 from core import log
-from core.errors import ConfigError, ModelNotFound, Unavailable
+from core.errors import SOON_S, ConfigError, ModelNotFound, Unavailable
 from core.settings import Settings
 from planning.fair_queue import Share
 from planning.retry_budget import RetryBudget
@@ -17,8 +17,11 @@ from services.router.keys import load_keys
 from services.router.metrics import RouterMetrics
 from services.router.pace import Pace
 from services.router.records import Records
-from services.router.roster import WorkerState
+from services.router.standing import WorkerState
 from services.router.text import TextSide
+
+MAX_SHOWN = 100
+"""Workers that `/ready` tells of, to whoever asks."""
 
 logger = log.get("router")
 
@@ -53,7 +56,7 @@ class Router:
     def serving(self) -> tuple[TextSide, Fleet]:
         """Raises Unavailable while the model's files are being read."""
         if self.text is None or self.fleet is None:
-            raise Unavailable("the router is still loading the tokenizer; try again in a moment")
+            raise Unavailable("the router is still loading the tokenizer; try again", retry_after_s=SOON_S)
         return self.text, self.fleet
 
     def check_model(self, name: str | None) -> None:
@@ -67,7 +70,7 @@ class Router:
     def admit(self, share: Share) -> AbstractContextManager[Visit]:
         """One request of an API key. Raises Unavailable at the end of the router, Overloaded on entering."""
         if self.draining:
-            raise Unavailable("this router is shutting down; ask another one")
+            raise Unavailable("this router is shutting down; ask another one", retry_after_s=SOON_S)
         return self.admission.visit(share)
 
     def max_model_len(self) -> int:
@@ -83,9 +86,11 @@ class Router:
         problems = [
             f"{member.role or 'worker'} {member.worker_id} is {state.value}"
             + (f": {reason}" if state is WorkerState.INCOMPATIBLE else "")  # others may name addresses
-            for member, state, reason in self.fleet.workers()
+            for member, state, reason in self.fleet.some(MAX_SHOWN)
             if state not in (WorkerState.READY, WorkerState.DUPLICATE)
         ]
+        if more := self.fleet.num_amiss() - len(problems):
+            problems.append(f"{more} more workers are not ready; /v1/cluster has all of them")
         can_decode = bool(self.fleet.view().decode)
         if not can_decode:
             problems.insert(0, "no decode worker is ready")

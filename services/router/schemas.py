@@ -3,13 +3,23 @@
 Three parameters of OpenAI's API are accepted and have no effect here, since nothing is stored and
 nobody is tracked: `user`, `metadata`, `store`. Parameters we do not support are accepted with the
 values that ask for nothing (`parse.NO_EFFECT`) and refused by name otherwise. `null` means absent.
+
+Checking stops at what is wrong first (`fail_fast`, `_named`): a list of all that is wrong with a body of many
+megabytes takes seconds, in which nobody else would be served.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from planning.fair_queue import MAX_PRIORITY, MIN_PRIORITY
@@ -51,18 +61,30 @@ StopForms = Stop | Stops
 BiasForms = Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)]
 
 
-def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: item for key, item in value.items() if item is not None}
-    return value
+UNKNOWN_NAME = "unknown_name"
+"""The kind of a pydantic error whose context has the `name`."""
 
 
 class Body(BaseModel):
     """No coercion, no unknown names, null = absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    names: ClassVar[frozenset[str]]
 
-    _nulls = model_validator(mode="before")(_drop_nulls)
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.names = frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        given = {name: item for name, item in value.items() if item is not None}
+        unknown = next((name for name in given if name not in cls.names), None)
+        if unknown is not None:
+            raise PydanticCustomError(UNKNOWN_NAME, "{name} is no parameter", {"name": unknown})
+        return given
 
 
 def _one_or_many(value: Any) -> Any:
@@ -73,19 +95,23 @@ def _token_id_keys(value: Any) -> Any:
     """JSON object keys are strings; these are token ids."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError("too_long", "should have at most {most} entries", {"most": MAX_LOGIT_BIAS})
     if not all(isinstance(key, str) and key.isascii() and key.isdigit() for key in value):
         raise PydanticCustomError("token_id_keys", "keys should be token ids")
     return {int(key[:20]): bias for key, bias in value.items()}
 
 
-def _prompts(value: Any) -> Any:
-    """A string, strings, token ids or lists of token ids -> a list of strings or of id lists."""
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """From a string, strings, token ids or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
         kinds = set(map(type, value))
         if kinds == {int}:
             return [value]
+        if len(value) > MAX_PROMPTS:
+            raise PydanticCustomError("too_long", "should have at most {most} prompts", {"most": MAX_PROMPTS})
         if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value)):
             return value
     raise PydanticCustomError(
@@ -223,9 +249,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Annotated[
-        list[str] | list[list[int]],
-        Field(max_length=MAX_PROMPTS),
-        BeforeValidator(_prompts, json_schema_input_type=PromptForms),
+        list[str] | list[list[int]], PlainValidator(_prompts, json_schema_input_type=PromptForms)
     ]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -256,7 +280,7 @@ class Message(Body):
     """A turn. Content may be a string or text parts, which are joined by newlines."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] = ""
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
 
     def rendered(self) -> dict[str, str]:
         """What a chat template takes. `developer` is today's name of `system`."""
@@ -269,7 +293,7 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -293,7 +317,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 
@@ -301,4 +325,4 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

@@ -20,7 +20,7 @@ from typing import NoReturn
 import grpc
 
 from core import log
-from core.errors import BatonError, Overloaded, PeerLost, Unavailable, WorkerLost
+from core.errors import SOON_S, BatonError, Overloaded, PeerLost, Unavailable, WorkerLost
 from core.request import Request, TokenDelta
 from planning.recovery import Cause, cause_of
 from services.router.bugs import reported
@@ -100,12 +100,19 @@ class Inbox:
 
 
 class Session:
-    """Requests on one decode worker. `up`: a stream is open, or being opened. `count_fault` is told of
-    streams that ended for a reason which nobody foresaw."""
+    """Requests on one decode worker. `up`: a stream is open, or being opened; `tell` is told of that.
+    `count_fault` is told of streams that ended for a reason which nobody foresaw."""
 
-    def __init__(self, worker_id: str, channel: grpc.aio.Channel, count_fault: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        channel: grpc.aio.Channel,
+        count_fault: Callable[[str], None],
+        tell: Callable[[bool], None],
+    ) -> None:
         self.worker_id = worker_id
         self.up = False
+        self._tell = tell
         self._count_fault = count_fault
         self._heard = False  # whether the worker has said anything on the present stream
         self._stub = gen_grpc.DecodeStub(channel)
@@ -117,7 +124,9 @@ class Session:
     def start(self, request: Request, inbox: Inbox) -> None:
         """Queue a request; its deltas go to `inbox`. Raises Unavailable or Overloaded."""
         if not self.up:
-            raise Unavailable(f"decode worker {self.worker_id} is not connected; try again")
+            raise Unavailable(
+                f"decode worker {self.worker_id} is not connected; try again", retry_after_s=SOON_S
+            )
         # A cancel is never refused; as long as too many wait, no more can be caused.
         if len(self._unsent) >= MAX_UNSENT_STARTS or len(self._cancels) >= MAX_UNSENT_CANCELS:
             raise Overloaded(f"decode worker {self.worker_id} takes no more requests now; try again")
@@ -151,16 +160,21 @@ class Session:
         retry_s = FIRST_RETRY_S
         while True:
             await reachable.wait()
-            self.up, cause = True, Cause.LEFT  # also where nobody looks for its address any more
+            self._is_up(True)
+            cause = Cause.LEFT  # also where nobody looks for its address any more
             try:
                 ended = await self._stream()
                 cause = Cause.LEFT if isinstance(ended, (Unavailable, Overloaded)) else Cause.DIED
             finally:
-                self.up = False
+                self._is_up(False)
                 self._drop_all(cause)
             logger.warning("session.lost", worker=self.worker_id, reason=ended.message)
             retry_s = FIRST_RETRY_S if self._heard else min(2 * retry_s, LONGEST_RETRY_S)
             await asyncio.sleep(retry_s)
+
+    def _is_up(self, up: bool) -> None:
+        self.up = up
+        self._tell(up)
 
     async def _stream(self) -> BatonError:
         """One stream, to its end; returns why it ended: Unavailable, Overloaded where the worker chose it."""

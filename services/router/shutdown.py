@@ -19,7 +19,7 @@ import uvicorn
 
 from core import log
 from core.clock import monotonic
-from core.errors import Unavailable
+from core.errors import SOON_S, Unavailable
 from services.router.router import Router
 from services.router.sse import LAST_WORDS_S
 
@@ -71,4 +71,6 @@ class _Shutdown:
 
 def cut_off() -> Unavailable:
     """What a client is told whose request was cancelled here."""
-    return Unavailable("the router shut down before the answer was complete; send the request again")
+    return Unavailable(
+        "the router shut down before the answer was complete; send the request again", retry_after_s=SOON_S
+    )

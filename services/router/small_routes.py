@@ -16,7 +16,7 @@ from services.router.cluster import describe
 from services.router.keys import ApiKey
 from services.router.parse import read_body
 from services.router.records import DEFAULT_LISTED, MAX_LISTED
-from services.router.router import Router
+from services.router.router import MAX_SHOWN, Router
 from services.router.schemas import DetokenizeBody, TokenizeBody
 from services.version import VERSION
 
@@ -91,14 +91,16 @@ class SmallRoutes:
 
     async def ready(self) -> Response:
         """200 when a request could be answered now, else 503; both say what is wrong with anything.
-        Needs no key."""
+        Of many workers it shows a hundred, first those that are not ready. Needs no key."""
         ready, problems = self._router.readiness()
         fleet = self._router.fleet
         workers = [
             {"id": member.worker_id, "role": member.role, "state": state.value}
-            for member, state, _reason in (fleet.workers() if fleet else ())
+            for member, state, _reason in (fleet.some(MAX_SHOWN) if fleet else ())
         ]
-        return _json({"ready": ready, "problems": problems, "workers": workers}, 200 if ready else 503)
+        more = len(fleet.roster.members) - len(workers) if fleet else 0
+        answer = {"ready": ready, "problems": problems, "workers": workers, "more_workers": more}
+        return _json(answer, 200 if ready else 503)
 
     async def requests(self, request: Request) -> Response:
         """The newest requests, running ones first, without their prompts and answers. A key sees its own, an
@@ -106,7 +108,8 @@ class SmallRoutes:
         limit = request.query_params.get("limit", str(DEFAULT_LISTED))
         if not re.fullmatch("[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_LISTED:
             raise InvalidParameter(f"limit should be an integer from 1 to {MAX_LISTED}", param="limit")
-        return _json(self._router.records.newest(int(limit), _whose(request)))
+        newest = self._router.records.newest(int(limit), _whose(request))
+        return Response(newest, media_type="application/json")
 
     async def request_record(self, request: Request, id: str) -> Response:
         """One request by its id, the id of its answer or its `X-Request-Id`: what was planned for it and why,

@@ -21,7 +21,14 @@ from core.settings import Settings
 from services.router import structured
 from services.router.grammar_checker import GrammarChecker
 from services.router.parse import Model, check_token_ids, parse
-from services.router.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Message, TokenizeBody
+from services.router.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    Message,
+    TokenizeBody,
+)
 
 LONG_TEXT_CHARS = 1024
 """About half a millisecond of encoding, and several times what a thread costs."""
@@ -90,7 +97,10 @@ class TextSide:
     def _prompt(self, prompt: str | list[int], echo: bool) -> Prompt:
         if isinstance(prompt, str):
             self._refuse_hopeless(len(prompt), "prompt")
-            return Prompt(tuple(self._encode(prompt, True)), prompt)
+            ids = self._encode(prompt, True)
+            self._refuse_longer(len(ids), "prompt")
+            return Prompt(tuple(ids), prompt)
+        self._refuse_longer(len(prompt), "prompt")
         check_token_ids(prompt, self.vocab_size, "prompt")
         return Prompt(tuple(prompt), self.tokenizer.decode(prompt, skip_special=False) if echo else None)
 
@@ -144,6 +154,14 @@ class TextSide:
         return await self._run(
             size, lambda: encode_chat(self.tokenizer, turns, special_tokens_in_content=self._special_in_chat)
         )
+
+    def _refuse_longer(self, num_tokens: int, param: str) -> None:
+        """Before it is hashed to be planned."""
+        if num_tokens > self.max_position:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens, the context is {self.max_position} tokens; shorten it",
+                param=param,
+            )
 
     def _refuse_hopeless(self, num_chars: int, param: str) -> None:
         """What is too long whatever its tokens are is not tokenized. Half the bound: normalizers shorten."""

@@ -162,10 +162,12 @@ class WorkerMetrics:
         self._leases_expired = self._counter(names.LEASES_EXPIRED, "leases that ended without a sign of life")
         self._refused = self._counter(names.CALLS_REFUSED, "calls of peers without the cluster token")
         self._unannounced = self._counter(names.ANNOUNCEMENTS_FAILED, "announcements that nobody took")
+        self._begin_at_zero()
 
     def advertised(self, role: str) -> None:
         """The label of what is counted and shown from now on; what was counted before keeps its own."""
         self._labels["role"] = role
+        self._begin_at_zero()
 
     def gathered(self, value: Gathered) -> None:
         """Count one request's prompt, once its first token is out."""
@@ -208,6 +210,11 @@ class WorkerMetrics:
     def lease_expired(self) -> None:
         for counter in self._leases_expired:
             counter.labels(*self._labels.values()).inc()
+
+    def _begin_at_zero(self) -> None:
+        """Prometheus sees no increase in a series whose first value is 1."""
+        for counter in (*self._leases_expired, *self._refused, *self._unannounced):
+            counter.labels(*self._labels.values())
 
     def _counter(self, name: str, text: str, *labels: str) -> list[Counter]:
         exported = (name, *_ALIASES.get(name, ()))

@@ -63,19 +63,7 @@ class RankProcesses:
 
     def join(self) -> Group:
         """Wait until all have loaded, and meet them. Raises ConfigError when one gives up or is too slow."""
-        deadline = time.monotonic() + self._settings.start_timeout_s
-        for rank, link in enumerate(self._links, start=1):
-            try:
-                frame = link.receive(max(_SOON_S, deadline - time.monotonic()))
-            except WorkerLost:
-                raise ConfigError(
-                    f"tensor-parallel rank {rank} did not load within {self._settings.start_timeout_s:g} s; "
-                    "see the log above, or raise --start-timeout-s"
-                ) from None
-            if frame is None:
-                raise ConfigError(f"tensor-parallel {self._ending(rank)} while it loaded; see the log above")
-            if frame.kind is Kind.FAILED:
-                raise ConfigError(frame.body.decode())
+        self._answers("load", "while it loaded")
         self._tell(Kind.JOIN)
         return Group(self._meeting, 0, self.degree, self._limit_s, self._device)
 
@@ -90,16 +78,11 @@ class RankProcesses:
         `incarnations`: of these, in order. Raises ConfigError when a rank has not the memory, or ended.
         """
         self._tell(Kind.POOL, POOL.pack(num_blocks))
-        regions: list[Region] = []
-        for rank, (link, incarnation) in enumerate(zip(self._links, incarnations, strict=True), start=1):
-            frame = link.receive(self._settings.start_timeout_s)
-            if frame is None:
-                raise ConfigError(f"tensor-parallel {self._ending(rank)} with its pool; see the log above")
-            if frame.kind is Kind.FAILED:
-                raise ConfigError(frame.body.decode())
-            blocks = device_share.opened(bytes(frame.body), num_blocks, block_nbytes)
-            regions.append(DeviceRegion(blocks, incarnation))
-        return regions
+        answers = self._answers("allocate its pool", "with its pool")
+        return [
+            DeviceRegion(device_share.opened(answer, num_blocks, block_nbytes), incarnation)
+            for answer, incarnation in zip(answers, incarnations, strict=True)
+        ]
 
     def run(self, batch: Batch) -> None:
         self._tell(Kind.RUN, batch_bytes.encode(batch))
@@ -157,6 +140,25 @@ class RankProcesses:
     def _tell(self, kind: Kind, body: bytes = b"") -> None:
         for link in self._links:
             link.send(kind, body)
+
+    def _answers(self, task: str, when: str) -> list[bytes]:
+        """Each rank's, while the worker starts. Raises ConfigError when one gives up or is too slow."""
+        answers, limit_s = [], self._settings.start_timeout_s
+        deadline = time.monotonic() + limit_s
+        for rank, link in enumerate(self._links, start=1):
+            try:
+                frame = link.receive(max(_SOON_S, deadline - time.monotonic()))
+            except WorkerLost:
+                raise ConfigError(
+                    f"tensor-parallel rank {rank} did not {task} within {limit_s:g} s; see the log above, or "
+                    "raise --start-timeout-s"
+                ) from None
+            if frame is None:
+                raise ConfigError(f"tensor-parallel {self._ending(rank)} {when}; see the log above")
+            if frame.kind is Kind.FAILED:
+                raise ConfigError(frame.body.decode())
+            answers.append(bytes(frame.body))
+        return answers
 
     def _ending(self, rank: int) -> str:
         """`rank 2 ended with signal 9`, of one whose socket or process is at its end."""

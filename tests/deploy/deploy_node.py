@@ -12,12 +12,12 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from deploy.check.dockerfile import stages
 from deploy.check.pods import Document, Pod, of_kind, pods, selects
 from deploy.check.process import Surroundings, arguments, config_files, environment
 from deploy.check.render import ROOT
+from services import orphan
 
 SECRETS = {("baton", key): "0123456789abcdef" * 2 for key in ("api-key", "cluster-token", "redis-password")}
 PROGRAMS = {"redis-server": str(REDIS_SERVER_PATH)}
@@ -91,7 +92,10 @@ class RunningPod:
 
 
 class Node:
-    """Use as a context manager: at its end all processes are gone. `objects`: rendered ones."""
+    """Use as a context manager: at its end all processes are gone. `objects`: rendered ones, which may be changed.
+
+    The first worker finds its cache empty; the others find what it made, or each would compile for itself.
+    """
 
     def __init__(self, objects: list[Document], folder: Path) -> None:
         self.objects, self.folder = objects, folder
@@ -120,7 +124,7 @@ class Node:
         return [each for each in self.running if each.pod.role == role and not each.terminating]
 
     def start(self, role: str) -> RunningPod:
-        """One more pod of that role; it is not ready yet."""
+        """One more pod of that role; it is not ready yet. It ends with the thread that calls this."""
         pod = next(each for each in pods(self.objects) if each.role == role)
         number = next(self._numbers)
         name, address = f"baton-{role}-{number}", f"127.0.77.{number}"
@@ -138,7 +142,7 @@ class Node:
         with log.open("wb") as out:
             process = subprocess.Popen(
                 ["unshare", "--mount", "sh", "-c", _SANDBOX, "pod", *self._sandbox(pod, own), *words],
-                env={"PATH": os.environ["PATH"]} | variables,
+                env={"PATH": os.environ["PATH"], orphan.PARENT: str(os.getpid())} | variables,
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip
         running = RunningPod(name, pod, address, process, log)
@@ -183,7 +187,7 @@ class Node:
 
     def _sandbox(self, pod: Pod, own: Path) -> list[str]:
         """The arguments of _SANDBOX."""
-        context = pod.spec["securityContext"]
+        user, group = _ids(pod)
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         lines = []
         for mount in pod.containers[0]["volumeMounts"]:
@@ -194,13 +198,23 @@ class Node:
                 for name, content in files.items():
                     (source / name).write_text(content)
             else:
-                shutil.chown(source, context["runAsUser"], context["fsGroup"])
+                if mount["name"] == "cache":
+                    self._warm(pod, source)
+                shutil.chown(source, user, group)
             lines.append(f"{source} {mount['mountPath']}")
         root = own / "root"
         root.mkdir()
         seen = "\n".join({str(ROOT), sys.prefix, sys.base_prefix})
-        user = f"{context['runAsUser']}:{context['runAsGroup']}"
-        return [str(root), user, str(self._hosts), "\n".join(lines), seen]
+        return [str(root), f"{user}:{group}", str(self._hosts), "\n".join(lines), seen]
+
+    def _warm(self, pod: Pod, cache: Path) -> None:
+        image = pod.containers[0]["image"]
+        same = (each for each in self.running if each.started and each.container["image"] == image)
+        if (first := next(same, None)) is not None:
+            made = self.folder / first.name / "volumes/cache"
+            shutil.copytree(made, cache, dirs_exist_ok=True, copy_function=os.link)
+            for path in cache.rglob("*"):
+                shutil.chown(path, *_ids(pod))
 
     def _look_after(self, running: RunningPod) -> None:
         """What a kubelet does until a pod has to go: the startup probe, then the two others."""
@@ -243,8 +257,6 @@ class Node:
             except httpx.HTTPError:
                 pass
         else:
-            import socket
-
             place = (running.address, running.pod.ports()[probe["tcpSocket"]["port"]])
             try:
                 socket.create_connection(place, timeout=timeout_s).close()
@@ -267,6 +279,13 @@ class Node:
                 file.write("\n".join(lines) + "\n")
 
 
+def _ids(pod: Pod) -> tuple[int, int]:
+    """User and group of its process and of its volumes."""
+    context = pod.spec["securityContext"]
+    assert context["runAsGroup"] == context["fsGroup"]
+    return context["runAsUser"], context["runAsGroup"]
+
+
 def _image_environment(image: str) -> Mapping[str, str]:
     """What the image sets, if it is one of ours; but for PATH, since the program is this machine's."""
     path = ROOT / "deploy/docker" / f"{image.partition(':')[0].removeprefix('baton-')}.Dockerfile"
@@ -282,9 +301,3 @@ def _wait(condition: Callable[[], bool], within_s: float, explain: Callable[[], 
     while not condition():
         assert time.monotonic() < deadline, explain()
         time.sleep(0.05)
-
-
-@contextmanager
-def node(objects: list[Document], folder: Path) -> Iterator[Node]:
-    with Node(objects, folder) as made:
-        yield made

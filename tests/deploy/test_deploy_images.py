@@ -64,9 +64,7 @@ def test_every_base_has_a_tag_that_stays(path: Path):
 
 @dockerfiles
 def test_what_it_copies_is_there_and_in_the_context(path: Path):
-    kept = [
-        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
-    ]
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     names = {stage.name for stage in stages(path)}
     for stage in stages(path):
         for copy in stage.copies:
@@ -113,7 +111,9 @@ def test_what_it_installs_has_one_version_that_fits(path: Path):
     for requirement in direct:
         for name, users in closure(requirement.name, requirement.extras).items():
             for user in users:
-                assert user.specifier.contains(versions[name], prereleases=True), f"{user}, but {versions[name]}"
+                assert user.specifier.contains(versions[name], prereleases=True), (
+                    f"{user}, but {versions[name]}"
+                )
     assert ("worker" in extras) == ("worker" in path.stem)
 
 
@@ -123,7 +123,9 @@ def test_the_router_has_no_torch():
     for requirement in direct:
         needed |= set(closure(requirement.name, requirement.extras))
     assert not needed & {"torch", "nixl", "triton"}
-    copied = {source for stage in stages(DOCKER / "router.Dockerfile") for c in stage.copies for source in c.sources}
+    copied = {
+        source for stage in stages(DOCKER / "router.Dockerfile") for c in stage.copies for source in c.sources
+    }
     assert not copied & {"engine/", "kvtransfer/"}
 
 

@@ -11,11 +11,11 @@ import yaml
 from deploy_command_lines import outcomes
 from made_certificates import Authority
 
-from deploy.check.__main__ import main, problems
+from deploy.check.__main__ import main, problems, rule_problems
 from deploy.check.pods import Document, pods
 from deploy.check.process import PLACE, SETTINGS_MOUNT, Surroundings, arguments, environment, mounted_config
 from deploy.check.render import K8S, documents
-from deploy.check.schemas import validator
+from deploy.check.schemas import core_problems, custom_problems, validator
 
 ALL = "cpu + monitoring + networkpolicy + redis-external + tls"
 OVERLAYS = ["cpu", "disaggregatedset", "gateway", "hpa", "keda", "nvidia", "nvidia-rdma"]
@@ -29,7 +29,7 @@ def test_every_overlay_is_there(rendered: dict[str, str]):
 
 
 def test_nothing_is_wrong(rendered: dict[str, str]):
-    assert {name: list(problems(text)) for name, text in rendered.items()} == dict.fromkeys(rendered, [])
+    assert {name: list(problems(text)) for name, text in rendered.items()} == {name: [] for name in rendered}
 
 
 def find(objects: list[Document], kind: str, name: str) -> Document:
@@ -44,8 +44,12 @@ def container(objects: list[Document], role: str = "decode") -> dict[str, Any]:
     return pod_of(objects, role)["containers"][0]
 
 
+def settings_map(objects: list[Document]) -> Document:
+    return next(each for each in objects if each["kind"] == "ConfigMap" and "baton.toml" in each["data"])
+
+
 def settings(objects: list[Document]) -> dict[str, str]:
-    return next(each for each in objects if each["kind"] == "ConfigMap")["data"]
+    return settings_map(objects)["data"]
 
 
 def spec(kind: str, name: str) -> Callable[[list[Document]], dict[str, Any]]:
@@ -90,11 +94,6 @@ def port_of_policy(name: str, port: int) -> Break:
 
 
 PLANTED: dict[str, tuple[Break, str]] = {
-    "a field that Kubernetes does not know": (
-        put(decode_deployment, replica=3),
-        "Additional properties are not allowed",
-    ),
-    "a field of the wrong kind": (put(decode_deployment, replicas="many"), "'many' is not of type"),
     "no probe": (drop(container, "startupProbe"), "it has no startupProbe"),
     "a probe of another port": (
         lambda objects: container(objects)["readinessProbe"]["httpGet"].update(port="probe"),
@@ -141,7 +140,7 @@ PLANTED: dict[str, tuple[Break, str]] = {
         "mounts the volume shmem",
     ),
     "no ConfigMap": (
-        lambda objects: objects.remove(next(each for each in objects if each["kind"] == "ConfigMap")),
+        lambda objects: objects.remove(settings_map(objects)),
         "is not among the objects",
     ),
     "a surge of prefill workers": (
@@ -207,16 +206,36 @@ PLANTED: dict[str, tuple[Break, str]] = {
 }  # fmt: skip
 
 
-def broken(text: str, change: Break) -> list[str]:
+def broken(text: str, change: Break, judge: Callable[[list[Document]], Iterator[str]]) -> list[str]:
     objects = documents(text)
     change(objects)
-    return list(problems(yaml.safe_dump_all(objects)))
+    return list(judge(objects))
+
+
+def custom(objects: list[Document]) -> Iterator[str]:
+    script = validator()
+    assert script
+    return custom_problems(yaml.safe_dump_all(objects), script)
 
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_error_is_found(rendered: dict[str, str], what: str):
     change, sentence = PLANTED[what]
-    found = broken(rendered[ALL], change)
+    found = broken(rendered[ALL], change, rule_problems)
+    assert any(sentence in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"replica": 3}, "Additional properties are not allowed"),
+        ({"replicas": "many"}, "'many' is not of type"),
+    ],
+)
+def test_a_planted_error_of_kubernetes_own_kinds_is_found(
+    rendered: dict[str, str], values: dict[str, Any], sentence: str
+):
+    found = broken(rendered["cpu"], put(decode_deployment, **values), core_problems)
     assert any(sentence in problem for problem in found), found
 
 
@@ -242,7 +261,7 @@ SCALERS: dict[str, tuple[Break, str]] = {
 @pytest.mark.parametrize("what", SCALERS)
 def test_a_planted_error_of_a_scaler_is_found(rendered: dict[str, str], what: str):
     change, sentence = SCALERS[what]
-    found = broken(rendered["keda"], change)
+    found = broken(rendered["keda"], change, rule_problems)
     assert any(sentence in problem for problem in found), found
 
 
@@ -261,7 +280,7 @@ def test_a_planted_error_of_a_scaler_is_found(rendered: dict[str, str], what: st
 def test_a_planted_error_of_a_custom_resource_is_found(
     rendered: dict[str, str], overlay: str, kind: str, name: str
 ):
-    found = broken(rendered[overlay], put(spec(kind, name), fieldThatNobodyKnows=1))
+    found = broken(rendered[overlay], put(spec(kind, name), fieldThatNobodyKnows=1), custom)
     assert any("fieldThatNobodyKnows" in problem for problem in found), found
 
 
@@ -269,7 +288,9 @@ def test_a_custom_resource_without_a_schema_is_told(rendered: dict[str, str]):
     if validator() is None:
         pytest.skip("needs the custom resources' schemas: BATON_SHARED")
     extra = {"apiVersion": "example.x-k8s.io/v1", "kind": "Thing", "metadata": {"name": "a"}}
-    assert "1 custom resources, but 0 were checked" in broken(rendered["cpu"], lambda objects: objects.append(extra))
+    assert "1 custom resources, but 0 were checked" in broken(
+        rendered["cpu"], lambda objects: objects.append(extra), custom
+    )
 
 
 def test_the_command_says_what_it_could_not_check(

@@ -16,8 +16,11 @@ from tier_probes import (
     DAMAGES,
     ask,
     block_files,
+    breaker,
     chain,
+    corrupt,
     disk_usage,
+    errors,
     flipped,
     is_from,
     push_out,
@@ -81,18 +84,6 @@ def files_of(directory: Path, case: str, salt: str) -> list[Path]:
     return [any_file.parents[1] / h.hex()[:2] / f"{h.hex()}.kv" for h in hashes]
 
 
-def corrupt(d: Process) -> float:
-    return d.metric("baton_tier_corrupt_blocks_total", tier="disk")
-
-
-def errors(d: Process) -> float:
-    return d.metric("baton_tier_errors_total", tier="disk")
-
-
-def breaker(d: Process) -> float:
-    return d.metric("baton_tier_breaker_open", tier="disk")
-
-
 def wait_resumed(cluster: Cluster) -> None:
     """Until new blocks are stored again; the breaker's back-off is some seconds at most."""
     d = cluster.worker("decode-0")
@@ -103,7 +94,7 @@ def wait_resumed(cluster: Cluster) -> None:
         return tier(d, "disk")["store_nbytes"] > before
 
     wait_until(stored, 30, lambda: str(tier(d, "disk")))
-    assert breaker(d) == 0
+    assert breaker(d, "disk") == 0
 
 
 @pytest.mark.parametrize(
@@ -119,11 +110,11 @@ def test_a_damaged_file_is_a_miss(
     stored = [file.read_bytes() for file in files]
     for file, content in zip(files, damage(*stored[:2], ALIGNMENT), strict=False):
         file.write_bytes(content)
-    before, counted = corrupt(d), tier(d, "disk")
+    before, counted = corrupt(d, "disk"), tier(d, "disk")
     moved = ask(cluster, salt, CASE)
     assert moved.get("disk", 0) == good * BLOCK_SIZE
     assert moved["computed"] == 65 - good * BLOCK_SIZE
-    assert corrupt(d) == before + bad
+    assert corrupt(d, "disk") == before + bad
     wait_stored(d, "disk", bad, counted)
     assert [file.read_bytes()[:ALIGNMENT] for file in files] == [content[:ALIGNMENT] for content in stored]
     push_out(cluster, ABOVE_BLOCKS)
@@ -134,11 +125,11 @@ def test_a_damaged_file_is_a_miss(
 def test_files_deleted_by_others_are_misses(cluster: Cluster, d: Process) -> None:
     """D6. They are no damage; what is left is used, what is gone is stored anew."""
     salt, files = store(cluster)
-    before, counted = corrupt(d), tier(d, "disk")
+    before, counted = corrupt(d, "disk"), tier(d, "disk")
     for file in files[2:]:
         file.unlink()
     assert ask(cluster, salt, CASE) == {"disk": 2 * BLOCK_SIZE, "computed": 65 - 2 * BLOCK_SIZE}
-    assert corrupt(d) == before
+    assert corrupt(d, "disk") == before
     wait_stored(d, "disk", 2, counted)
     assert all(file.exists() for file in files)
 
@@ -149,12 +140,12 @@ def test_the_directory_goes_away(cluster: Cluster, d: Process, in_its_place: str
     """D1. 1. The directory is deleted while the worker runs.  2. Answers are GOLD; storing stops and says
     so.  3. The directory is there again: so is the tier, without a restart."""
     salt, _ = store(cluster)
-    directory, before = directory_of(d), errors(d)
+    directory, before = directory_of(d), errors(d, "disk")
     shutil.rmtree(directory)
     if in_its_place == "a file":
         directory.touch()
     assert ask(cluster, salt, CASE) == {"computed": 65}
-    wait_until(lambda: errors(d) > before and breaker(d) > 0, 10)
+    wait_until(lambda: errors(d, "disk") > before and breaker(d, "disk") > 0, 10)
     ask(cluster, fresh_salt(), CASE)
     assert in_its_place == "a file" or not directory.exists(), (
         "the disk below a lost mount must not be filled"
@@ -173,8 +164,8 @@ def test_the_directory_cannot_be_made(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "kv").touch()
     d = cluster.ensure("decode-0", disk_cache_dir=tmp_path / "kv")
     assert ask(cluster, fresh_salt(), CASE) == {"computed": 65}
-    assert errors(d) >= 1
-    assert breaker(d) > 0
+    assert errors(d, "disk") >= 1
+    assert breaker(d, "disk") > 0
     (tmp_path / "kv").unlink()
     wait_resumed(cluster)
 
@@ -192,7 +183,7 @@ def test_a_cap_of_20_mib_holds(cluster: Cluster, tmp_path: Path) -> None:
     d = cluster.ensure("decode-0", disk_cache_dir=tmp_path / "kv", disk_cache_bytes="20MiB")
     fill(cluster, tmp_path / "kv", 20 * 2**20)
     assert d.metric("baton_tier_evicted_blocks_total", tier="disk") > 0
-    assert errors(d) == 0
+    assert errors(d, "disk") == 0
     before, salt = tier(d, "disk"), fresh_salt()
     ask(cluster, salt, CASE)
     wait_stored(d, "disk", NUM_BLOCKS, before)
@@ -250,4 +241,4 @@ def test_killed_while_it_stores(cluster: Cluster, tmp_path: Path, background: Th
     assert whole > 0
     moved = ask(cluster, salt, case)
     assert moved == {"disk": whole * BLOCK_SIZE, "computed": 500 - whole * BLOCK_SIZE}
-    assert corrupt(d) == 0
+    assert corrupt(d, "disk") == 0

@@ -140,6 +140,7 @@ def test_ranks_end_with_a_worker_that_is_killed():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # three lives of a worker
 def test_one_rank_loads_what_three_have_stored(tmp_path: Path):
     """1. A prompt's blocks leave the pool of three ranks, and come back from host RAM.  2. kill -9; the next life
     has one rank and finds them on the disk, and the other way round."""

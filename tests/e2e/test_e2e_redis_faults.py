@@ -16,7 +16,10 @@ from tier_probes import (
     BLOCK_SIZE,
     DAMAGES,
     ask,
+    breaker,
     chain,
+    corrupt,
+    errors,
     flipped,
     is_from,
     push_out,
@@ -80,25 +83,13 @@ def keys_of(client: Redis, salt: str) -> list[str]:
     return [f"{prefix}:{h.hex()}" for h in chain(CASE, salt)]
 
 
-def corrupt(d: Process) -> float:
-    return d.metric("baton_tier_corrupt_blocks_total", tier="redis")
-
-
-def errors(d: Process) -> float:
-    return d.metric("baton_tier_errors_total", tier="redis")
-
-
-def breaker(d: Process) -> float:
-    return d.metric("baton_tier_breaker_open", tier="redis")
-
-
 def wait_resumed(cluster: Cluster) -> None:
     """Until the server is asked again; the breaker's back-off is some seconds at most."""
     d = cluster.worker("decode-0")
 
     def closed() -> bool:
         ask(cluster, fresh_salt(), CASE, max_tokens=1)
-        return breaker(d) == 0
+        return breaker(d, "redis") == 0
 
     wait_until(closed, 30, lambda: str(tier(d, "redis")))
     assert is_from(ask(cluster, store(cluster), CASE), "redis", CASE)
@@ -134,11 +125,11 @@ def test_a_damaged_value_is_a_miss(
     stored = client.mget(keys)
     for key, content in zip(keys, damage(*stored[:2], HEADER_NBYTES), strict=False):
         client.set(key, content)
-    before, counted = corrupt(d), tier(d, "redis")
+    before, counted = corrupt(d, "redis"), tier(d, "redis")
     moved = ask(cluster, salt, CASE)
     assert moved.get("redis", 0) == good * BLOCK_SIZE
     assert moved["computed"] == 65 - good * BLOCK_SIZE
-    assert corrupt(d) == before + bad
+    assert corrupt(d, "redis") == before + bad
     wait_stored(d, "redis", bad, counted)
     assert [value[:80] for value in client.mget(keys)] == [value[:80] for value in stored]
     push_out(cluster, ABOVE_BLOCKS)
@@ -150,22 +141,22 @@ def test_values_that_expired_are_misses(cluster: Cluster, d: Process, server: Re
     """D8. What is left of a chain is used; what is gone is no damage, and is stored anew."""
     salt, client = store(cluster), server.client()
     client.delete(*keys_of(client, salt)[2:])
-    before, counted = corrupt(d), tier(d, "redis")
+    before, counted = corrupt(d, "redis"), tier(d, "redis")
     assert ask(cluster, salt, CASE) == {"redis": 2 * BLOCK_SIZE, "computed": 65 - 2 * BLOCK_SIZE}
-    assert corrupt(d) == before
+    assert corrupt(d, "redis") == before
     wait_stored(d, "redis", 2, counted)
 
 
 def test_the_server_dies_and_comes_back(cluster: Cluster, d: Process, server: RedisServer) -> None:
     """D2. 1. Redis is killed.  2. A prompt that it held is computed, and the breaker opens.  3. It is back,
     empty: so is the tier."""
-    salt, before = store(cluster), errors(d)
+    salt, before = store(cluster), errors(d, "redis")
     server.stop()
     try:
         with no_slower_than_cold(cluster):
             assert ask(cluster, salt, CASE) == {"computed": 65}
-        assert errors(d) > before
-        assert breaker(d) > 0
+        assert errors(d, "redis") > before
+        assert breaker(d, "redis") > 0
     finally:
         server.start()
     wait_resumed(cluster)
@@ -175,13 +166,13 @@ def test_the_server_dies_and_comes_back(cluster: Cluster, d: Process, server: Re
 def test_the_server_is_paused(cluster: Cluster, d: Process, server: RedisServer) -> None:
     """D2. 1. Redis stops with its connections open.  2. Prompts are answered meanwhile, only the first one
     waits for a deadline.  3. It goes on, and what it held is found."""
-    first, second, before = store(cluster), store(cluster), errors(d)
+    first, second, before = store(cluster), store(cluster), errors(d, "redis")
     server.pause()
     try:
         with no_slower_than_cold(cluster):
             assert ask(cluster, first, CASE) == {"computed": 65}
-        assert errors(d) > before
-        assert breaker(d) > 0
+        assert errors(d, "redis") > before
+        assert breaker(d, "redis") > 0
         with no_slower_than_cold(cluster):
             assert ask(cluster, second, CASE) == {"computed": 65}
     finally:
@@ -199,8 +190,8 @@ def test_the_server_is_not_there_at_start(cluster: Cluster, tmp_path: Path) -> N
     try:
         d = cluster.ensure("decode-0", redis_url=server.url)
         assert ask(cluster, fresh_salt(), CASE) == {"computed": 65}
-        assert errors(d) > 0
-        assert breaker(d) > 0
+        assert errors(d, "redis") > 0
+        assert breaker(d, "redis") > 0
         server.start()
         wait_resumed(cluster)
     finally:
@@ -235,8 +226,8 @@ def test_a_black_hole(cluster: Cluster, black_hole: str) -> None:
     d = cluster.ensure("decode-0", redis_url=black_hole)
     with no_slower_than_cold(cluster):
         assert ask(cluster, fresh_salt(), CASE) == {"computed": 65}
-    assert errors(d) > 0
-    assert breaker(d) > 0
+    assert errors(d, "redis") > 0
+    assert breaker(d, "redis") > 0
     assert tier(d, "redis")["hits"] == 0
 
 
@@ -254,11 +245,11 @@ def test_the_server_has_10_mb(cluster: Cluster, tmp_path: Path, policy: str) -> 
         dropped = d.metric("baton_tier_dropped_stores_total", tier="redis")
         if policy == "noeviction":
             assert dropped > 0
-            assert errors(d) > 0
+            assert errors(d, "redis") > 0
             assert is_from(ask(cluster, oldest, CASE), "redis", CASE)
         else:
             assert server.client().info()["evicted_keys"] > 0
-            assert errors(d) == 0
+            assert errors(d, "redis") == 0
             assert ask(cluster, oldest, CASE) == {"computed": 65}
             push_out(cluster, ABOVE_BLOCKS)
             assert ask(cluster, oldest, CASE).keys() <= {"redis", "computed"}

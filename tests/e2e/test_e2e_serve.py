@@ -109,7 +109,7 @@ def test_it_shows_its_workers_and_a_line_that_works(serving: Serving):
 
 
 def test_it_hands_over(serving: Serving):
-    reply = serving.complete("story-65", 8)
+    reply = serving.complete("story-65", 8, plan="disaggregated")
     assert is_gold(reply, "story-65", 8)
     assert reply.headers["x-baton-plan"] == "disaggregated"
 
@@ -199,7 +199,7 @@ def test_two_of_each():
         used: set[str] = set()
         names = [name for name in GOLD if 33 <= len(prompt(name)) <= 129]
         for name in names:
-            reply = serving.complete(name, 2)
+            reply = serving.complete(name, 2, plan="disaggregated")
             assert is_gold(reply, name, 2)
             used |= {reply.headers["x-baton-prefill"], reply.headers["x-baton-decode"]}
             if len(used) == 4:

@@ -3,113 +3,136 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Process, fresh_salt, is_gold, prompt, sum_of
+from cluster import GOLD, Cluster, Process, fresh_salt, is_gold, prompt, sum_of
 from redis_process import RedisServer
-from tier_probes import BLOCK_SIZE, ask, is_from, num_reusable, tier, wait_stored
+from tier_probes import BLOCK_SIZE, ask, is_all_from, num_reusable, tier, wait_stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-CASES = (
-    *("story-17", "story-32", "story-33", "story-64", "story-65", "story-128", "story-129"),
-    *("story-255", "story-256", "story-257", "story-500", "text-emoji", "chat-turns", "chat-long"),
-)
-MAX_TOKENS = 24
-POOL_BLOCKS = 62
-"""Holds the longest case and its answer, and far fewer than all cases: a round of them pushes each one out."""
+CASES = [case for case in GOLD if num_reusable(case)]
+MAX_TOKENS = 8
+POOL_BLOCKS = 260
+"""Holds the longest case and its answer, and so few blocks that all other cases push each one out."""
 
-TIERS = {"num_blocks": POOL_BLOCKS, "host_cache_bytes": "400MiB", "store_policy": "write-through"}
-"""A quarter of the host tier's slots, half of those for each tier below, takes the longest case at once."""
+TRIES = 3
+"""For a case to come whole from a tier: on a busy machine a load may take longer than computing, and is then
+given up. The answer is GOLD in every try."""
+
+TIERS = {"num_blocks": POOL_BLOCKS, "host_cache_bytes": "480MiB", "store_policy": "write-through"}
+"""Room in host RAM for all cases; an eighth of it takes what one step computes on its way to each tier below."""
 
 Ask = Callable[[str], str]
-"""Asks a case, checks that the answer is GOLD and that all of its KV that may come from one source did;
-returns which."""
+"""Asks a case, checks that the answer is GOLD, and returns which source all of its KV came from that may come
+from one."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Every case with a salt of its own, since some prompts start others, on disk and in Redis."""
+
+    directory: Path
+    redis_url: str
+    salt: str
+
+    def salt_of(self, case: str) -> str:
+        return f"{self.salt}/{case}"
+
+    @property
+    def flags(self) -> dict[str, object]:
+        return TIERS | {"disk_cache_dir": self.directory, "redis_url": self.redis_url}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
+    """A first life computes all of them."""
+    folder = tmp_path_factory.mktemp("kv")
+    server = RedisServer(folder / "redis")
+    stored = Stored(folder / "disk", server.url, fresh_salt())
+    try:
+        with Cluster(prefill=0, decode_flags=stored.flags) as cluster:
+            d = cluster.worker("decode-0")
+            for case in CASES:
+                before = {name: tier(d, name) for name in ("disk", "redis")}
+                cold = ask(cluster, stored.salt_of(case), case, max_tokens=MAX_TOKENS)
+                assert cold == {"computed": len(prompt(case))}, case
+                for name, counted in before.items():
+                    wait_stored(d, name, num_reusable(case) // BLOCK_SIZE, counted)
+        yield stored
+    finally:
+        server.stop()
 
 
 def make_rounds(cluster: Cluster, worker: Process, ask_one: Ask) -> None:
-    """Every case cold, from the pool, and from each tier, into this life of `worker` or the next."""
+    """Every case from disk, from the pool and from host RAM in lives of `worker` that know none of them, and
+    from Redis in one without a disk."""
+
+    def next_life(directory: object) -> None:
+        worker.kill(signal.SIGKILL)
+        cluster.restart(worker.name, disk_cache_dir=directory)
+
+    found_in("disk", ask_one, partial(next_life, worker.first_flags["disk_cache_dir"]))
     for case in CASES:
-        before = {name: tier(worker, name) for name in ("disk", "redis")}
-        assert ask_one(case) == "cold", case
+        ask_one(case)
         assert ask_one(case) == "device", case
-        for name, counted in before.items():
-            wait_stored(worker, name, num_reusable(case) // BLOCK_SIZE, counted)
-    assert_from("host", ask_one)
-    worker.kill(signal.SIGKILL)
-    cluster.restart(worker.name)
-    assert_from("disk", ask_one)
-    worker.kill(signal.SIGKILL)
-    cluster.restart(worker.name, disk_cache_dir="")
-    assert_from("redis", ask_one)
+    found_in("host", ask_one, lambda: None)
+    found_in("redis", ask_one, partial(next_life, ""))
 
 
-def assert_from(name: str, ask_one: Ask) -> None:
-    """Every case is GOLD and comes from this tier, but for two at most: on a busy machine a load may take
-    longer than computing, and is then given up."""
-    sources = {case: ask_one(case) for case in CASES}
-    assert sum(source == name for source in sources.values()) >= len(CASES) - 2, sources
-
-
-@pytest.fixture
-def redis_server(tmp_path: Path):
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.stop()
+def found_in(name: str, ask_one: Ask, begin: Callable[[], None]) -> None:
+    """Every case comes whole from this tier, each in one try at least; what does not come is computed, and
+    then nearer than it was."""
+    left = set(CASES)
+    for _ in range(TRIES):
+        begin()
+        sources = {case: ask_one(case) for case in CASES}
+        left -= {case for case, source in sources.items() if source == name}
+        if not left:
+            return
+    raise AssertionError(f"not from {name}: {sorted(left)}; the last try: {sources}")
 
 
 @pytest.mark.parametrize("plan", ["local", "disaggregated"])
-def test_the_decode_workers_tiers(tmp_path: Path, redis_server: RedisServer, plan: str) -> None:
+def test_the_decode_workers_tiers(stored: Stored, plan: str) -> None:
     """The prefill worker keeps nothing: what it held would be as near as disk and Redis are."""
-    flags = TIERS | {"disk_cache_dir": tmp_path / "disk", "redis_url": redis_server.url}
     with Cluster(
         prefill=int(plan == "disaggregated"),
         prefill_flags={"enable_prefix_caching": False},
-        decode_flags=flags,
+        decode_flags=stored.flags,
     ) as cluster:
-        salt = fresh_salt()
-        ask_one = partial(ask_decode_worker, cluster, plan, salt)
-        make_rounds(cluster, cluster.worker("decode-0"), ask_one)
+        make_rounds(cluster, cluster.worker("decode-0"), partial(ask_decode_worker, cluster, stored, plan))
         cluster.wait_idle()
 
 
-def ask_decode_worker(cluster: Cluster, plan: str, salt: str, case: str) -> str:
-    # A salt of its own keeps a case from hitting another's blocks: some prompts start others.
-    moved = ask(cluster, f"{salt}/{case}", case, plan, MAX_TOKENS)
-    sources = {
-        "computed" if plan == "local" else "prefill_worker": "cold",
-        **{name: name for name in ("device", "host", "disk", "redis")},
-    }
-    if moved == {"computed": len(prompt(case))}:
-        return "cold" if plan == "local" else "computed here"
-    named = [name for source, name in sources.items() if is_from(moved, source, case)]
-    return named[0] if named else str(moved)
+def ask_decode_worker(cluster: Cluster, stored: Stored, plan: str, case: str) -> str:
+    moved = ask(cluster, stored.salt_of(case), case, plan, MAX_TOKENS)
+    whole = (name for name in ("device", "host", "disk", "redis") if is_all_from(moved, name, case))
+    return next(whole, str(moved))
 
 
-def test_the_prefill_workers_tiers(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_the_prefill_workers_tiers(stored: Stored) -> None:
     """The decode worker keeps nothing: it pulls every block, wherever the prefill worker has it from."""
-    flags = TIERS | {"disk_cache_dir": tmp_path / "disk", "redis_url": redis_server.url}
-    with Cluster(prefill_flags=flags, decode_flags={"enable_prefix_caching": False}) as cluster:
-        ask_one = partial(ask_prefill_worker, cluster, fresh_salt())
-        make_rounds(cluster, cluster.worker("prefill-0"), ask_one)
+    with Cluster(prefill_flags=stored.flags, decode_flags={"enable_prefix_caching": False}) as cluster:
+        make_rounds(cluster, cluster.worker("prefill-0"), partial(ask_prefill_worker, cluster, stored))
         cluster.wait_idle()
 
 
-def ask_prefill_worker(cluster: Cluster, salt: str, case: str) -> str:
+def ask_prefill_worker(cluster: Cluster, stored: Stored, case: str) -> str:
     p, d = cluster.worker("prefill-0"), cluster.worker("decode-0")
     steps, loads, pulled = p.stats()["steps"], loads_by_source(p), d.metric(PULLED, source="prefill_worker")
-    reply = cluster.complete(
-        prompt(case), plan="disaggregated", cache_salt=f"{salt}/{case}", max_tokens=MAX_TOKENS
-    )
+    salt = stored.salt_of(case)
+    reply = cluster.complete(prompt(case), plan="disaggregated", cache_salt=salt, max_tokens=MAX_TOKENS)
     assert is_gold(reply, case, MAX_TOKENS), case
     assert d.metric(PULLED, source="prefill_worker") == pulled + num_reusable(case), case
     chosen = {source for source, count in loads_by_source(p).items() if count > loads[source]}
     if p.stats()["steps"] > steps:
-        return "cold"
+        return "computed, at least in part"
     return "+".join(chosen) or "device"
 
 

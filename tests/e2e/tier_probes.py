@@ -26,6 +26,12 @@ def num_reusable(case: str) -> int:
     return num_shareable_blocks(len(prompt(case)), BLOCK_SIZE) * BLOCK_SIZE
 
 
+def is_all_from(moved: dict[str, float], tier: str, case: str) -> bool:
+    """Whether `ask` found all that can be reused in this tier."""
+    reusable = num_reusable(case)
+    return moved == {tier: reusable, "computed": len(prompt(case)) - reusable}
+
+
 def is_from(moved: dict[str, float], tier: str, case: str) -> bool:
     """Whether `ask` found what can be reused in this tier and nowhere else: all of it, or the leading blocks
     of a load that ended since the rest took longer than computing it (a busy machine's disk)."""
@@ -75,7 +81,27 @@ def push_out(cluster: Cluster, num_blocks: int, plan: str = "local") -> None:
 
 def tier(worker: Process, name: str) -> dict[str, float]:
     """The counters of one tier (`kvtransfer.tier.TierStats`)."""
-    return worker.ready()["tiers"][name]
+    body: dict[str, dict[str, dict[str, float]]] = {}
+
+    def answers() -> bool:
+        body.update(worker.ready())
+        return "tiers" in body
+
+    wait_until(answers, 20)
+    return body["tiers"][name]
+
+
+def corrupt(worker: Process, name: str) -> float:
+    return worker.metric("baton_tier_corrupt_blocks_total", tier=name)
+
+
+def errors(worker: Process, name: str) -> float:
+    return worker.metric("baton_tier_errors_total", tier=name)
+
+
+def breaker(worker: Process, name: str) -> float:
+    """Above 0: open or half-open."""
+    return worker.metric("baton_tier_breaker_open", tier=name)
 
 
 def wait_stored(worker: Process, name: str, num_blocks: int, before: dict[str, float]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -128,6 +130,48 @@ def test_a_listener_that_raises_does_not_hide_the_failure(rig) -> None:
     assert rig.wait_failed() == {}
 
 
+def test_work_shows_before_the_step_that_begins_it_has_ended(rig) -> None:
+    """1. A long step runs. 2. What it computes is in the stats meanwhile, and so is what comes now. 3. Both are
+    taken up, and count once."""
+    entered, go_on = threading.Event(), threading.Event()
+    run, changes = rig.harness.runner.run, []
+
+    def slow(batch: object) -> torch.Tensor:
+        entered.set()
+        assert go_on.wait(TIMEOUT_S)
+        return run(batch)
+
+    rig.harness.runner.run = slow
+    rig.loop.start(lambda: changes.append(rig.loop.stats))
+    rig.loop.submit(_add("first", 12))
+    assert entered.wait(TIMEOUT_S)
+    stats = rig.loop.stats
+    assert (stats.running + stats.waiting, stats.queued_tokens) == (1, 12)
+    assert rig.loop.step_s > 0
+    rig.loop.submit(_add("second", 20), AddPrefill(PrefillJob("job", tuple(random_prompt(16)))), Abort("no"))
+    stats = rig.loop.stats
+    assert (stats.running + stats.waiting, stats.queued_tokens) == (3, 48)
+    assert changes[-1] == stats, "whoever listens is told at once"
+    go_on.set()
+    rig.until(_last_of("second"))
+    rig.loop.submit(Abort("job"))
+    deadline = time.monotonic() + TIMEOUT_S
+    while (stats := rig.loop.stats).running + stats.waiting + stats.held and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert (stats.running, stats.waiting, stats.held, stats.queued_tokens) == (0, 0, 0, 0)
+    assert rig.loop.step_s == 0
+
+
+def test_a_request_has_waited_since_the_worker_got_it(rig) -> None:
+    command = replace(_add("r"), arrived_s=rig.engine._clock() - 5)
+    rig.loop.start()
+    rig.loop.submit(command)
+    delta = rig.until(lambda e: isinstance(e, TokenDelta))
+    assert isinstance(delta, TokenDelta)
+    assert delta.gathered is not None
+    assert delta.gathered.queue_s == pytest.approx(5)
+
+
 def test_a_step_that_raises_is_no_failure_of_the_loop(rig) -> None:
     rig.harness.runner.fail_at = 2
     rig.loop.start()
@@ -136,6 +180,15 @@ def test_a_step_that_raises_is_no_failure_of_the_loop(rig) -> None:
     rig.loop.submit(_add("good"))
     rig.until(_last_of("good"))
     assert not rig.loop.failed
+
+
+def test_a_step_that_cannot_be_measured_is_none_that_raised(rig, monkeypatch) -> None:
+    """Its tokens are made; whatever broke is not the requests' doing."""
+    monkeypatch.setattr(rig.engine.scheduler.times, "measured", _planted)
+    rig.loop.start()
+    rig.loop.submit(_add("a"))
+    assert rig.wait_failed().keys() == {"a"}
+    assert rig.engine.step_failures == 0
 
 
 def test_a_lost_accelerator_is_one(rig, monkeypatch) -> None:

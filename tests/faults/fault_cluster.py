@@ -81,9 +81,13 @@ class FaultCluster(Cluster):
         """Workers that stand before it."""
         return [w for w in self.workers if Path(f"{self._gate(w, point)}.held").exists()]
 
+    def open_gate(self, point: str, worker: Process) -> None:
+        self._gate(worker, point).unlink()
+
     def open_gates(self, point: str = "*") -> None:
+        """Without a point all, and those forgotten that the dead left."""
         for gate in self._folder.glob(f"*:{point}"):
-            gate.unlink()
+            gate.unlink(missing_ok=True)
 
     def wait_held(self, point: str, count: int = 1) -> list[Process]:
         wait_until(lambda: len(self.held_at(point)) >= count, 20, self.log_text)
@@ -133,8 +137,6 @@ class FaultCluster(Cluster):
             proxy.heal()
         for process in self.processes:
             if not process.alive:
-                for held in self._folder.glob(f"{process.name}:*.held"):
-                    held.unlink()
                 process.start()
         self.wait_ready()
         self.assert_at_rest(self.processes)

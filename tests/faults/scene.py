@@ -80,19 +80,23 @@ class Scene:
         return self.cluster.wait_held(point)[0]
 
     def _queue_in_worker(self, workers: list[Process]) -> Process:
-        """Behind a filler whose step stands still on each of them."""
+        """Behind fillers whose step stands still, on each of them."""
         cluster, start = self.cluster, f"{workers[0].role}.start"
-        cluster.close_gate("engine.step", workers)
-        while (count := len(held := cluster.held_at("engine.step"))) < len(workers):
+        cluster.close_gate(start, workers)
+        while len(held := cluster.held_at(start)) < len(workers):
             assert len(self.fillers) < MAX_FILLERS, f"all went to {held}"
-            filler = self._fill(ONE, plan_of(Moment.QUEUE, self.cell.victim))
-            behind = partial(self._is_on, filler, held)
-            wait_until(lambda c=count, b=behind: len(cluster.held_at("engine.step")) > c or b(), 10)
+            behind = partial(self._worker_of, self._fill(ONE, plan_of(Moment.QUEUE, self.cell.victim)), held)
+            wait_until(lambda h=held, b=behind: len(cluster.held_at(start)) > len(h) or b() is not None, 10)
+        cluster.close_gate("engine.step", workers)
+        cluster.open_gates(start)
+        cluster.wait_held("engine.step", len(workers))
         cluster.close_gate(start, workers)
         self._ask()
-        with_it = cluster.wait_held(start)[0]
+        wait_until(lambda: self._worker_of(self.request_id, cluster.held_at(start)) is not None, 10)
+        with_it = self._worker_of(self.request_id, workers)
+        assert with_it
         cluster.open_gates(start)
-        wait_until(lambda: not cluster.held_at(start), 5)
+        wait_until(lambda: with_it not in cluster.held_at(start), 5)
         return with_it
 
     def _queue_in_router(self) -> Process:
@@ -109,10 +113,10 @@ class Scene:
         wait_until(lambda: cluster.num_queued() == 2, 5)
         return cluster.held_at("decode.start")[0]
 
-    def _is_on(self, request_id: str, workers: list[Process]) -> bool:
-        """It was sent to one of these."""
-        plan = self.cluster.record(request_id).get("plan")
-        return plan is not None and plan["decode"] in [worker.name for worker in workers]
+    def _worker_of(self, request_id: str, workers: list[Process]) -> Process | None:
+        """Which of these it was sent to, if to any."""
+        plan = self.cluster.record(request_id).get("plan") or {}
+        return next((worker for worker in workers if plan.get(worker.role) == worker.name), None)
 
     def _ask(self) -> None:
         plan = plan_of(self.cell.moment, self.cell.victim)

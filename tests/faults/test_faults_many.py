@@ -117,3 +117,28 @@ def test_a_request_that_ends_two_workers_is_refused(cluster: FaultCluster, backg
     served = ask(cluster, PROMPT, ALONE, max_tokens=TOKENS)
     assert served.done
     assert matches_gold(PROMPT, served.ids[0], TOKENS)
+
+
+def test_one_answer_survives_two_faults(cluster: FaultCluster, background: ThreadPoolExecutor):
+    """1. A worker is cut off in mid-answer.  2. It goes on at the other one.  3. The first is back, the other is
+    cut off.  4. The answer is GOLD; two resumes are counted and in the record."""
+    before = cluster.num_resumes()
+    cluster.close_gate("engine.step", cluster.decoders, 5)
+    asked = background.submit(ask, cluster, PROMPT, ALONE, "local", "twice", max_tokens=40)
+    (first,) = cluster.wait_held("engine.step")
+    (second,) = [worker for worker in cluster.decoders if worker is not first]
+    cluster.close_gate("engine.step", [second], 20)
+    cluster.proxies[first.name].cut()
+    cluster.open_gate("engine.step", first)
+    wait_until(lambda: cluster.held_at("engine.step") == [second], 10)
+    cluster.proxies[first.name].heal()
+    wait_until(lambda: cluster.states()[first.name] == "ready", 10)
+    cluster.proxies[second.name].cut()
+    cluster.open_gates()
+    answer = asked.result(20)
+    assert answer.done
+    assert matches_gold(PROMPT, answer.ids[0], 40)
+    assert answer.usage["completion_tokens"] == 40
+    ways = [(each["lost_worker"], each["worker"]) for each in cluster.record("twice")["resumes"]]
+    assert ways == [(first.name, second.name), (second.name, first.name)]
+    assert cluster.num_resumes() - before == 2

@@ -215,3 +215,23 @@ def test_all_counts_come_back_to_nothing(lives, seed):
         out(ticket)
     assert (room.num_requests, room.num_waiting, room.num_running_sequences) == (0, 0, 0)
     assert room.take(99, now) == []
+
+
+def test_after_a_pause_a_minute_sees_up_to_twice_the_limit_and_later_ones_the_limit():
+    limits, share = KeyLimits(), Share("a", max_tokens_per_minute=600)
+    granted = [0, 0, 0]
+    for tenth in range(1800):
+        while limits.charge(share, 10, tenth / 10) == 0:
+            granted[tenth // 600] += 10
+    assert granted == pytest.approx([1200, 600, 600], abs=20)
+
+
+def test_a_key_that_is_given_a_limit_while_it_is_used_begins_with_a_full_bucket():
+    limits, free, limited = KeyLimits(), Share("a"), Share("a", max_tokens_per_minute=600)
+    for second in (0.0, 5.0):
+        assert limits.enter(free, second)
+    assert limits.enter(limited, 5.1)
+    assert limits.charge(limited, 600, 5.1) == 0
+    assert limits.charge(limited, 60, 5.1) == pytest.approx(6.0)
+    wider = Share("a", max_tokens_per_minute=6000)
+    assert limits.charge(wider, 60, 5.1) > 0, "a new limit gives no tokens, but for where there was none"

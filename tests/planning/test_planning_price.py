@@ -16,7 +16,7 @@ from core.request import PlanKind
 from core.step_model import StepModel
 from planning.estimate import Targets
 from planning.plan import MAX_OPTIONS, MAX_PAIRED, Forced, RequestFacts, plan
-from planning.price import CALL_S, queue_s, slot_s, spared, token_nbytes
+from planning.price import CALL_S, Ask, queue_s, slot_s, spared, token_nbytes
 from planning.reason import Reason
 from planning.worker_view import FleetView, Sent, WorkerView
 
@@ -30,10 +30,21 @@ TOKENS = 1025
 NO_TARGETS = Targets()
 
 
-def decide(fleet: FleetView, tokens: int = TOKENS, targets: Targets = NO_TARGETS, seed: int = 0, **given):
+def decide(
+    fleet: FleetView,
+    tokens: int = TOKENS,
+    targets: Targets = NO_TARGETS,
+    seed: int = 0,
+    forced: Forced = Forced.AUTO,
+    **given,
+):
     facts = RequestFacts(tokens, **given)
     rng = random.Random(seed)
-    return plan(facts, fleet, Forced.AUTO, targets=targets, min_remote_tokens=64, rng=rng)
+    return plan(facts, fleet, forced, targets=targets, min_remote_tokens=64, rng=rng)
+
+
+def ask(tokens: int = TOKENS, now: float = 0.0) -> Ask:
+    return Ask(tokens, tokens, NO_TARGETS, now)
 
 
 def with_d(found: dict[str, int] | None = None, **changes: object) -> FleetView:
@@ -75,22 +86,23 @@ def test_each_thing_that_makes_a_prompt_stay_or_go(fleet, reason):
 
 
 def test_the_parts_of_an_estimate():
-    made = decide(FleetView((replace(D, load=4, context_tokens=2000),), (replace(P, queued_tokens=512),)))
+    busy = replace(D, load=5, running=4, context_tokens=2000)
+    made = decide(FleetView((busy,), (replace(P, queued_tokens=512),)))
     [pair] = [option for option in made.options if option.kind is PlanKind.DISAGGREGATED]
     [local] = [option for option in made.options if option.kind is PlanKind.LOCAL]
     step_s = 0.02 + 4 * 0.002 + 2000e-6
     queue = 2 * 0.01 + 512 * (0.001 + 256e-7)
-    assert pair.estimate.wait_s == pytest.approx(step_s / 2 + queue)
+    assert pair.estimate.wait_s == pytest.approx(queue + step_s / 2), "the way to D is shorter than P's queue"
     compute = 4 * 0.01 + 1024 * (0.001 + 512e-7)
     last = 0.01 + 0.001 + (1024 + 0.5) * 1e-7 + step_s - 0.02
     assert pair.estimate.prefill_s == pytest.approx(compute + last)
     assert pair.estimate.transfer_s == pytest.approx(CALL_S + 256 * 46_080 / 1e9)
-    assert pair.estimate.itl_s == pytest.approx(0.02 + 5 * 0.002 + 3025e-6)
+    assert pair.estimate.itl_s == pytest.approx(0.02 + 6 * 0.002 + 3025e-6)
     parts = pair.estimate.wait_s, pair.estimate.prefill_s, pair.estimate.transfer_s, pair.estimate.load_s
     assert pair.estimate.ttft_s == pytest.approx(sum(parts))
     whole = 5 * 0.01 + 1025 * (0.001 + 512.5e-7)
     assert local.estimate.prefill_s == pytest.approx(whole + 5 * (step_s - 0.02))
-    assert local.estimate.harm_s == pytest.approx(5 * whole)
+    assert local.estimate.harm_s == pytest.approx(6 * whole)
     assert pair.estimate.harm_s < local.estimate.harm_s
     assert (pair.decode, pair.prefill, local.prefill) == ("d", "p", None)
 
@@ -117,11 +129,56 @@ def test_a_pull_that_computing_cannot_hide_shows():
             500,
             16 * 0.01 + 4000 * (0.001 + 250e-7),
         ),  # we are the longest
-        ({"queued_tokens": 4000}, 100, 2 * 0.01 + 356 * (0.001 + 50e-7)),  # we are the shortest
+        ({"queued_tokens": 4000}, 100, 0.01 + 412 * (0.001 + 50e-7)),  # we are the shortest: in one full step
+        ({"queued_tokens": 4000}, 300, 2 * 0.01 + (256 + 468) * (0.001 + 150e-7)),  # in three, not two
     ],
 )
 def test_how_long_a_prompt_waits_for_those_before_it(changes, tokens, seconds):
-    assert queue_s(replace(P, **changes), tokens, tokens) == pytest.approx(seconds)
+    assert sum(queue_s(replace(P, **changes), ask(tokens), tokens)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("queued", [0, 256, 512])
+def test_a_decode_worker_is_told_from_how_many_missing_tokens_on_the_pair_is_cheaper(queued):
+    """One token fewer, were they found on it after all, and it alone would be."""
+    fleet = with_p(queued_tokens=queued, waiting=queued // 512)
+    made = decide(fleet)
+    assert made.remote is not None
+    pair = made.chosen.estimate
+
+    def alone(missing: int) -> float:
+        held = FleetView(fleet.decode, (), {"d": {"device": (TOKENS - missing) // 16}})
+        return decide(held, forced=Forced.LOCAL).chosen.estimate.cost_s
+
+    least = made.remote.min_tokens
+    assert 64 <= least <= 1024
+    assert alone(least + 100) > pair.cost_s
+    assert least == 64 or alone(least - 100) < pair.cost_s
+    if queued == 512:
+        assert least > 600
+    assert made.remote.queue_s == pytest.approx(sum(queue_s(fleet.prefill[0], ask(), 1024)))
+    assert made.remote.token_s == pytest.approx(PREFILL.prompt_seconds(1024, 0, 256) / 1024)
+
+
+def test_what_a_decode_worker_asks_for_whatever_it_costs():
+    slow = with_d(link_nbytes_per_s={"p": 1e7})
+    made = decide(slow, forced=Forced.DISAGGREGATED)
+    assert made.remote is not None
+    assert made.remote.min_tokens == 1, "a client wants it so"
+    quick = with_d(link_nbytes_per_s={"p": 2e7}, prefill_model=replace(PREFILL, b=0.004))
+    made = decide(quick, targets=Targets(ttft_s=3.0))
+    assert made.remote is not None
+    assert made.remote.min_tokens <= 1024
+    assert decide(slow).remote is None
+
+
+def test_what_of_a_step_is_over_is_not_waited_for():
+    busy = replace(P, queued_tokens=400, waiting=1, step_began_at=7.0)
+    first_s, second_s = 0.01 + 256 * (0.001 + 200e-7), 0.01 + 144 * (0.001 + 200e-7)
+    for now, present_s in ((7.0, first_s), (7.1, first_s - 0.1), (9.0, 0.0)):
+        assert queue_s(busy, ask(1000, now), 1000) == pytest.approx((present_s, second_s))
+    beside = queue_s(replace(busy, running=3), ask(1000, 7.0), 1000, beside_s=0.02)
+    assert beside == pytest.approx((first_s + 0.02, second_s + 0.02)), "decoding shares each step"
+    assert queue_s(replace(D, running=3), ask(), 1000, beside_s=0.006) == pytest.approx((0.026 / 2, 0.0))
 
 
 def test_a_full_batch_is_waited_for_and_another_worker_is_not():

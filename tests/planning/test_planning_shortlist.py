@@ -52,13 +52,6 @@ def test_counts_of_what_was_sent_fade_and_never_overflow():
     assert workers.recent("new") == workers.recent("w0")
 
 
-def test_room_counts_what_this_router_has_there():
-    workers = pool(3)
-    workers.own("w0", 5)
-    workers.own("w1", 1)
-    assert workers.seats(0) == (48, 5 + 2 + 2)
-
-
 @pytest.mark.parametrize("size", [5, 300])
 def test_nobody_who_cannot(size):
     workers = pool(size)

@@ -186,10 +186,10 @@ class FakeWorker(pb_grpc.WorkerServicer, gen_grpc.DecodeServicer):
             except TimeoutError:
                 pass
 
-    def say(self, delta: TokenDelta) -> None:
-        """On the present session, whether it was asked for or not."""
+    def say(self, *deltas: TokenDelta) -> None:
+        """In one message on the present session, whether it was asked for or not."""
         assert self._replies is not None
-        self._replies.put_nowait(gen.SessionReply(deltas=[codec.delta_to_wire(delta)]))
+        self._replies.put_nowait(gen.SessionReply(deltas=map(codec.delta_to_wire, deltas)))
 
     async def Session(self, request_iterator, context):
         self._replies = replies = asyncio.Queue[gen.SessionReply]()

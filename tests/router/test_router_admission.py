@@ -81,7 +81,7 @@ async def at_rest(stack: Stack) -> None:
     """Nobody is in the router, and the gauges say so."""
     room = stack.router.admission.waiting_room
     await stack.until(lambda: not room.num_requests)
-    assert (room.num_waiting, room.num_running_sequences) == (0, 0)
+    assert (room.num_waiting, room.num_running_sequences, stack.router.admission._num_placed) == (0, 0, 0)
     assert await sample(stack, "baton_requests_queued ") == 0
     assert await sample(stack, "baton_requests_in_flight ") == 0
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,10 +25,14 @@ from services.router.router import Router
 LIMIT = 4096
 
 
-@asynccontextmanager
-async def serving(settings: Settings, https: HTTPS | None = None) -> AsyncIterator[int]:
+def serving(settings: Settings, https: HTTPS | None = None) -> AbstractAsyncContextManager[int]:
     """A router without workers; yields its port."""
-    server = main._make_server(create_app(Router(settings)), https or HTTPS(settings))
+    return serving_app(create_app(Router(settings)), https or HTTPS(settings))
+
+
+@asynccontextmanager
+async def serving_app(app: Any, https: HTTPS | None = None) -> AsyncIterator[int]:
+    server = main._make_server(app, https or HTTPS(Settings(max_header_bytes=LIMIT)))
     with main.listen("127.0.0.1", 0) as listener:
         task = asyncio.create_task(server._serve([listener]))
         try:
@@ -47,6 +53,22 @@ async def exchange(port: int, *parts: bytes) -> bytes:
         answer = await reader.read()
     writer.close()
     return answer
+
+
+async def sent_until_cut(port: int, start: bytes, more: bytes) -> int:
+    """Send `more` again and again; how often until the server closed the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(start)
+    reading, times = asyncio.create_task(reader.read()), 0
+    async with asyncio.timeout(10):
+        while not reading.done():
+            writer.write(more)
+            times += 1
+            await asyncio.sleep(0.01)
+    with contextlib.suppress(ConnectionError):
+        await reading
+    writer.close()
+    return times
 
 
 def head(*fields: bytes, path: bytes = b"/health") -> bytes:
@@ -91,10 +113,73 @@ async def test_bodies_and_further_requests_do_not_count_as_head() -> None:
 
 
 async def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "REST_TIMEOUT_S", 0.2)
     async with serving(Settings()) as port:
         assert await exchange(port, b"GET / HTTP/1.1\r\n", b"x: y\r\n") == b""
         assert await exchange(port) == b""
+
+
+async def test_trailers_are_bounded_and_are_no_headers() -> None:
+    """After a request that is being read, and after one that was refused: many of them, one that grows, and a
+    chunk's extension."""
+    chunked = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    async with serving(Settings(max_header_bytes=LIMIT, api_key="k" * 16)) as port:
+        for path in (b"/v1/completions", b"/health"):
+            for start, more in (
+                (b"0\r\n", b"x: y\r\n" * 170),
+                (b"0\r\nx: ", b"y" * 1000),
+                (b"2;x=", b"y" * 1000),
+            ):
+                assert await sent_until_cut(port, chunked % path + start, more) < 500
+        answer = await exchange(port, chunked % b"/health" + b"0\r\nx: y\r\n\r\n", head())
+        assert answer.count(b"HTTP/1.1") == 2
+
+
+async def test_a_trailer_does_not_pass_for_a_header() -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope, receive, send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        seen.append(list(scope["headers"]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving_app(app) as port:
+        start = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+        await exchange(port, start, b"x-baton-plan: local\r\n\r\n")
+    assert [name for name, _ in seen[0]] == [b"host", b"connection", b"transfer-encoding"]
+
+
+async def test_the_rest_of_a_request_that_was_answered_early_has_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A byte now and then keeps no connection."""
+    monkeypatch.setattr(connection, "REST_TIMEOUT_S", 0.3)
+    post = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
+    async with serving(Settings(api_key="k" * 16)) as port:
+        for path in (b"/v1/completions", b"/nowhere", b"/health"):
+            assert await sent_until_cut(port, post % path, b"x") > 3
+
+
+async def test_what_comes_during_an_answer_does_not_cut_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. A stray line end after the body, which some clients send.  2. The beginning of a further request."""
+    monkeypatch.setattr(connection, "REST_TIMEOUT_S", 0.1)
+
+    async def app(scope, receive, send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(8):
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            await asyncio.sleep(0.05)
+        await send({"type": "http.response.body", "body": b"END"})
+
+    async with serving_app(app) as port:
+        post = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+        for extra in (b"\r\n", b"GET / HT"):
+            answer = await exchange(port, post, extra)
+            assert b"END" in answer
 
 
 # ---- TLS

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
+import pytest
 from router_fakes import fingerprint
 
 from core.blocks import block_key, hash_blocks
 from core.step_model import GUESSED_DECODE, StepModel
+from planning.estimate import Targets
+from planning.plan import Forced, RequestFacts, plan
 from planning.worker_view import Sent
+from services.router.placed import Placed
 from services.router.roster import Roster
 from wire import codec
 from wire.v1 import worker_pb2 as pb
@@ -67,12 +74,12 @@ def test_what_each_worker_holds_and_how_fast_its_tiers_are_reach_the_planner():
 
 def test_what_was_sent_lately_outlives_the_requests_and_fades():
     book = roster("decode", "decode", "prefill")
-    book.assigned({"0a": Sent(2), "2a": Sent(2)}, now=0)
-    book.state("h:0", pb.State(phase="ready"), now=1)  # both are over
+    book.assigned("r", {"0a": Sent(2), "2a": Sent(2)})
+    book.state("h:0", pb.State(phase="ready", taken=["r"]), now=1)  # both are over
     assert [worker.load for worker in book.fleet_view(1).decode] == [0, 0]
     assert book.fleet_view(1).recent == {"0a": 2, "1a": 0, "2a": 2}
     for _ in range(200):
-        book.assigned({"1a": Sent(1)}, now=1)
+        book.assigned("s", {"1a": Sent(1)})
     recent = book.fleet_view(1).recent
     assert recent["0a"] < 0.01
     assert 31 < recent["1a"] <= 32
@@ -82,10 +89,40 @@ def test_what_was_sent_lately_outlives_the_requests_and_fades():
 def test_a_worker_that_joins_is_not_flooded():
     book = roster("decode", "decode")
     for number in (0, 1) * 100:
-        book.assigned({f"{number}a": Sent(1)}, now=0)
+        book.assigned("r", {f"{number}a": Sent(1)})
     join(book, 1, life="b")
     recent = book.fleet_view(1).recent
     assert recent["1b"] == recent["0a"] > 10
+
+
+@pytest.mark.parametrize(("slower", "at_least"), [(1.0, 25), (1.3, 15), (2.0, 5)])
+@pytest.mark.parametrize("forced", [Forced.LOCAL, Forced.DISAGGREGATED])
+def test_a_restarted_worker_gets_its_share_though_it_seems_slower(forced, slower, at_least):
+    """It measured itself while it started, on a busy machine perhaps, and learns better only by working. The
+    requests come one by one: neither worker ever has a queue."""
+    book, rng = roster("decode", "decode", "prefill"), random.Random(0)
+
+    def tells(number: int, factor: float) -> None:
+        told = codec.step_model_to_wire(StepModel(0.02 * factor, 0.001 * factor, 1e-7, 50))
+        book.state(f"h:{number}", pb.State(phase="ready", prefill_model=told, decode_model=told), now=0)
+
+    def served(count: int) -> Counter[str]:
+        by_worker = Counter[str]()
+        for number in range(count):
+            facts, view = RequestFacts(600), book.fleet_view(1)
+            made = plan(facts, view, forced, targets=Targets(), min_remote_tokens=64, rng=rng)
+            Placed(book, f"r{number}", made, 1, lambda: 1.0).over()
+            by_worker[made.decode.incarnation] += 1
+        return by_worker
+
+    for number in (0, 1, 2):
+        tells(number, 1.0)
+    assert min(served(60).values()) > 20
+    book.lost("h:1", "killed")
+    join(book, 1, life="b")
+    tells(1, slower)
+    shares = served(60)
+    assert at_least <= shares["1b"] <= 35
 
 
 async def test_a_prompt_goes_where_its_prefix_is(stack_of):

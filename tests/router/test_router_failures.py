@@ -164,8 +164,9 @@ async def test_one_failing_prompt_cancels_its_siblings(stack_of):
 
 async def test_a_request_has_an_end(stack_of):
     async with stack_of(FOREVER, request_timeout_s=0.5) as stack:
-        with pytest.raises(openai.InternalServerError, match=r"0\.5 s"):
+        with pytest.raises(openai.InternalServerError, match=r"0\.5 s") as caught:
             await start(stack)
+        assert "retry-after" not in caught.value.response.headers, "soon it would take as long again"
         got = []
         stream = await start(stack, stream=True)
         with pytest.raises(openai.APIError, match=r"0\.5 s"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
+from typing import Any
 
 import openai
 import pytest
 from router_fakes import FakeWorker, fingerprint, says
 from router_stack import stacked
 
+from core.errors import Unavailable
 from planning.worker_view import Sent
-from services.router.roster import Roster, WorkerState
+from services.router.roster import Roster
+from services.router.standing import WorkerState
 from wire import codec
 from wire.v1 import worker_pb2 as pb
 
@@ -103,33 +107,99 @@ def test_silence_is_no_state_or_an_engine_that_does_not_turn():
         assert status(book, 0, now=21) == (WorkerState.SILENT, "its engine has not moved for 11 s")
 
 
-def test_load_counts_what_no_state_has_shown_yet():
-    """1. Sent.  2. A State that was under way then.  3. One that shows it.  4. It is over."""
+def seen(book: Roster, now: float = 2.0) -> tuple[int, int, int]:
+    """Sequences, tokens to compute and context of the one decode worker, as the planner sees it."""
+    [worker] = book.fleet_view(now).decode
+    return worker.load, worker.queued_tokens, worker.context_tokens
+
+
+def test_load_counts_what_no_state_counts_yet():
+    """1. Two are sent. 2. States that count neither, one, both, however late. 3. Both are over."""
     book = roster(hello())
+    book.assigned("r", {"0": Sent(2, 300, 600), "unknown": Sent(1)})
+    assert seen(book) == (2, 300, 600)
+    book.state("h:0", pb.State(phase="ready"), now=1)
+    book.assigned("s", {"0": Sent(1, 10, 20)})
+    assert seen(book) == (3, 310, 620)
+    busy: dict[str, Any] = {"running": 2, "queued_tokens": 44, "context_tokens": 600}
+    book.state("h:0", pb.State(phase="ready", taken=["r", "another router's"], **busy), now=2)
+    assert seen(book) == (3, 54, 620)
+    book.state("h:0", pb.State(phase="ready", taken=["s"], **busy), now=3)
+    assert seen(book) == (2, 44, 600)
+    book.state("h:0", pb.State(phase="ready"), now=4)
+    assert seen(book) == (0, 0, 0)
 
-    def seen() -> tuple[int, int, int]:
-        [worker] = book.fleet_view(2).decode
-        return worker.load, worker.queued_tokens, worker.context_tokens
 
-    book.assigned({"0": Sent(2, 300, 600), "unknown": Sent(1)}, now=1)
-    assert seen() == (2, 300, 600)
-    book.state("h:0", pb.State(phase="ready"), now=1.01)
-    assert seen() == (2, 300, 600)
-    book.assigned({"0": Sent(1, 10, 20)}, now=1.03)
-    book.state("h:0", pb.State(phase="ready", running=2, queued_tokens=44, context_tokens=600), now=1.05)
-    assert seen() == (3, 54, 620)
-    book.state("h:0", pb.State(phase="ready"), now=1.2)
-    assert seen() == (0, 0, 0)
+def test_what_is_over_counts_no_more_whatever_the_last_state_says():
+    book = roster(hello())
+    book.assigned("unseen", {"0": Sent(1, 300, 310)})
+    book.ended("unseen", {"0": Sent(tokens=300)})
+    assert seen(book) == (1, 0, 310)
+    book.ended("unseen", {"0": Sent(1, 0, 310)})
+    assert seen(book) == (0, 0, 0)
+    book.assigned("seen", {"0": Sent(1, 900, 910)})
+    state = pb.State(phase="ready", running=2, queued_tokens=256, context_tokens=1500, taken=["seen"])
+    book.state("h:0", state, now=1)
+    book.ended("seen", {"0": Sent(tokens=900)})
+    book.ended("seen", {"0": Sent(1, 0, 910)})
+    assert seen(book) == (1, 0, 590)
+    book.state("h:0", pb.State(phase="ready", running=1, queued_tokens=80, context_tokens=600), now=2)
+    assert seen(book) == (1, 80, 600)
+
+
+def test_what_a_prefill_worker_has_built_is_in_its_state():
+    book = roster(hello(), hello("prefill"))
+    book.state("h:1", pb.State(phase="ready", running=1, queued_tokens=500, taken=["built"]), now=1)
+    book.assigned("never asked", {"1": Sent(1, 70)})
+    [worker] = book.fleet_view(2).prefill
+    assert (worker.load, worker.queued_tokens) == (2, 570)
+    for name in ("built", "never asked"):
+        book.ended(name, {"1": Sent(1, 70)})
+    [worker] = book.fleet_view(2).prefill
+    assert (worker.load, worker.queued_tokens) == (1, 500)
+
+
+def test_when_the_step_that_runs_began():
+    book = roster(hello())
+    book.state("h:0", pb.State(phase="ready", running=1, step_s=0.25), now=5)
+    view = book.fleet_view(6)
+    assert (view.now, view.decode[0].step_began_at) == (6, 4.75)
+    book.state("h:0", pb.State(phase="ready"), now=7)
+    book.assigned("r", {"0": Sent(1, 300)})
+    assert book.fleet_view(8).decode[0].step_began_at == inf, "what it was sent has not begun"
+
+
+def test_the_way_to_a_worker_is_the_usual_one():
+    book = roster(hello())
+    for way_s in (0.002, 0.002, 3.0) * 100:
+        book.answered("0", way_s)
+    assert book.fleet_view(2).decode[0].way_s == pytest.approx(0.002, rel=0.2)
+    book.answered("gone", 1.0)
 
 
 def test_what_a_lost_worker_was_sent_is_gone_with_it():
     book = roster(hello())
-    book.assigned({"0": Sent(2, 300, 600)}, now=1)
+    book.assigned("r", {"0": Sent(2, 300, 600)})
     book.lost("h:0", "reset")
-    book.assigned({"0": Sent(2, 300, 600)}, now=1)
+    book.assigned("s", {"0": Sent(2, 300, 600)})
     book.hello("h:0", hello(), now=2)
     book.state("h:0", pb.State(phase="ready"), now=2)
-    assert [worker.load for worker in book.fleet_view(2).decode] == [0]
+    assert seen(book) == (0, 0, 0)
+
+
+async def test_a_request_counts_until_it_is_over(stack_of):
+    """1. It runs, and no State has counted it. 2. It is over, and none says so."""
+    async with stack_of(says([504] * 5, delay_s=0.02)) as stack:
+        asked = asyncio.create_task(stack.client.completions.create(model=stack.model, prompt="x"))
+        await stack.until(lambda: bool(stack.worker.open))
+        assert [worker.load for worker in stack.router.fleet.view().decode] == [1]
+        await asked
+        [worker] = stack.router.fleet.view().decode
+        assert (worker.load, worker.queued_tokens, worker.context_tokens) == (0, 0, 0)
+        stack.worker.script = says([504] * 5, delay_s=0.02, fail_at=2, error=Unavailable("planted"))
+        with pytest.raises(openai.APIError):
+            await stack.client.completions.create(model=stack.model, prompt="x")
+        assert [worker.load for worker in stack.router.fleet.view().decode] == [0]
 
 
 async def test_plans_reach_the_worker_and_the_headers(stack_of, text):

@@ -18,7 +18,7 @@ from test_router_gate import ROUTES
 from core.errors import ConfigError, Unauthorized
 from core.settings import Settings
 from services.router.app import create_admin_app, create_app
-from services.router.keys import MAX_KEYS, NO_KEY, load_keys
+from services.router.keys import MAX_KEYS, NO_KEY, AdminKeyRequired, load_keys
 from services.router.router import Router
 
 CANARY = "canary-key-51c0"
@@ -27,8 +27,8 @@ ADMIN = [("POST", "/v1/cluster/workers/decode-0/role"), ("GET", "/v1/cluster"), 
 ADMIN += [("GET", "/version"), ("GET", "/openapi.json"), ("GET", "/nowhere")]
 
 
-def bearer(key: str) -> bytes:
-    return f"Bearer {key}".encode()
+def bearer(key: str) -> str:
+    return f"Bearer {key}"
 
 
 def file(tmp_path: Path, text: str) -> str:
@@ -47,21 +47,23 @@ def test_all_sources_make_one_ring(tmp_path):
     ring = load_keys(Settings(api_key="k0", api_keys="alice:ka, bob:k:b", api_keys_file=path))
     names = {key: ring.user(bearer(key)).name for key in ("k0", "ka", "k:b", "kc", "kd")}
     assert names == {"k0": "default", "ka": "alice", "k:b": "bob", "kc": "carol", "kd": "d.e-f_1"}
-    share = ring.user(b"bearer kc").share
+    share = ring.user("bearer kc").share
     assert (share.max_concurrent, share.max_tokens_per_minute) == (3, 9)
     assert (share.priority_floor, share.weight) == (2, 2)
-    for wrong in (b"", b"Bearer", b"Bearer ", b"kc", b"Basic kc", b"Bearer kC", b"Bearer " + hashed.encode()):
+    for wrong in ("", "Bearer", "Bearer ", "kc", "Basic kc", "Bearer kC", f"Bearer {hashed}"):
         with pytest.raises(Unauthorized):
             ring.user(wrong)
     assert ring.admin(bearer("kc")).name == "carol"
-    for no_admin in ("k0", "ka", "kd", "other"):
-        with pytest.raises(Unauthorized):
+    for no_admin in ("k0", "ka", "kd"):
+        with pytest.raises(AdminKeyRequired):
             ring.admin(bearer(no_admin))
+    with pytest.raises(Unauthorized):
+        ring.admin(bearer("other"))
 
 
 def test_without_keys_everybody_may_ask():
     ring = load_keys(Settings())
-    for header in (b"", bearer("anything")):
+    for header in ("", bearer("anything")):
         assert ring.user(header) is ring.admin(header) is NO_KEY
 
 
@@ -163,8 +165,8 @@ async def test_every_route_of_both_ports_wants_a_key(stack_of, tmp_path):
                         if path in PROBES:
                             assert answer.status_code == 200, path
                         else:
-                            assert (answer.status_code, path) == (401, path)
-                            assert answer.json()["error"]["code"] == "invalid_api_key"
+                            wanted = (403, "admin_key_required") if key == "ka" else (401, "invalid_api_key")
+                            assert (answer.status_code, answer.json()["error"]["code"]) == wanted, path
 
 
 async def test_the_admin_port_has_what_the_public_one_lacks(stack_of):
@@ -200,14 +202,14 @@ def test_a_process_has_both_ports_and_reads_its_keys_on_sighup(tmp_path):
             return httpx.get(f"{url}/version", headers={"Authorization": f"Bearer {key}"}).status_code
 
         assert [status(public, "kr"), status(public, "old"), status(public, "new")] == [200, 200, 401]
-        assert [status(admin, "kr"), status(admin, "old"), status(admin, "x")] == [200, 401, 401]
+        assert [status(admin, "kr"), status(admin, "old"), status(admin, "x")] == [200, 403, 401]
         file(tmp_path, '[keys.a]\nkey = "new"')
         process.send_signal(signal.SIGHUP)
         deadline = time.monotonic() + 10
         while status(public, "new") != 200 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert [status(public, "kr"), status(public, "old"), status(public, "new")] == [401, 401, 200]
-        assert status(admin, "new") == 401
+        assert status(admin, "new") == 403
     finally:
         process.kill()
         process.communicate()

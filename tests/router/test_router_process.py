@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ import pytest
 from core.errors import ConfigError
 from core.settings import Settings
 from services.router import main
+from services.router.https import HTTPS
+from services.router.router import Router
 
 RUN = (
     "import sys; from services.cli import main;"
@@ -75,3 +78,20 @@ def test_settings_that_cannot_work_are_sentences():
     for settings, words in cases:
         with pytest.raises(ConfigError, match=words):
             main.run(settings)
+
+
+async def test_an_admin_port_that_fails_ends_the_router(monkeypatch):
+    """1. The admin server dies while the other one serves.  2. That one is told.  3. The failure is raised."""
+
+    class Dying:
+        async def serve(self, sockets: object) -> None:
+            raise OSError("planted")
+
+    monkeypatch.setattr(main, "_make_server", lambda app, https: Dying())
+    settings, told = Settings(), asyncio.Event()
+    with main.listen("127.0.0.1", 0) as listener, pytest.raises(OSError, match="planted"):
+        async with asyncio.timeout(5):
+            async with main._serve_admins(
+                Router(settings), listener, HTTPS(settings), lambda task: told.set()
+            ):
+                await told.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import orjson
 import pytest
 from pydantic import TypeAdapter
@@ -13,10 +14,11 @@ from router_fakes import says
 from core.request import FinishReason
 from services.router import records as records_module
 from services.router.record import MAX_GAPS, Gaps, Record
-from services.router.record_json import MAX_CANDIDATES, RequestList, RequestRecord, describe, summarize
+from services.router.record_json import MAX_CANDIDATES, RequestRecord, describe
+from services.router.record_summary import RequestList, summarize
 from services.router.records import MAX_LISTED, Records
 
-RECORD = TypeAdapter(RequestRecord)
+RECORD, LISTED = TypeAdapter(RequestRecord), TypeAdapter(RequestList)
 
 
 def kept(*all_: Record, limit_nbytes: int = 2**20) -> Records:
@@ -30,6 +32,10 @@ def kept(*all_: Record, limit_nbytes: int = 2**20) -> Records:
 def loaded(json: bytes | None) -> RequestRecord:
     assert json is not None
     return RECORD.validate_json(json)
+
+
+def ids(listed: bytes) -> list[str]:
+    return [each.id for each in LISTED.validate_json(listed).data]
 
 
 def test_a_record_says_what_was_planned_and_what_it_took():
@@ -70,15 +76,18 @@ def test_of_many_candidates_the_best_are_kept_and_the_chosen_one():
 
 
 def test_a_summary_is_part_of_the_record():
-    record = orjson.loads(orjson.dumps(describe(answered())))
-    summary = summarize(record)
-    assert [summary[name] for name in ("plan", "reason", "decode", "predicted_ttft_ms", "slo")] == [
+    whole, summary = describe(answered()), summarize(answered())
+    assert [getattr(summary, name) for name in ("plan", "reason", "decode", "predicted_ttft_ms", "slo")] == [
         *("disaggregated", "cheapest_pair", "decode-0", 200.0, "missed")
     ]
+    for name in ("planned_ttft_ms", "ttft_ms", "itl_ms", "total_ms"):
+        assert getattr(summary, name) == getattr(whole.times, name)
+    for name in ("state", "http_status", "error", "prompt_tokens", "completion_tokens"):
+        assert getattr(summary, name) == getattr(whole, name)
     refused = Record("mine", "a-model")
     refused.ended_at, refused.http_status, refused.error = refused.clock(), 429, "overloaded"
-    summary = summarize(orjson.loads(orjson.dumps(describe(refused))))
-    assert [summary[name] for name in ("plan", "predicted_ttft_ms", "state")] == [None, None, "failed"]
+    summary = summarize(refused)
+    assert (summary.plan, summary.predicted_ttft_ms, summary.state) == (None, None, "failed")
 
 
 def test_gaps_are_bounded_and_their_mean_and_maximum_are_not():
@@ -102,8 +111,8 @@ def test_found_by_each_of_its_names_and_by_no_other_key():
         assert records.find(name, "bob") is None
         assert records.find(name, "") is None
     assert records.find("other", "alice") is None
-    assert [each["id"] for each in records.newest(9, "alice")["data"]] == [record.request_id]
-    assert records.newest(9, "bob")["data"] == []
+    assert ids(records.newest(9, "alice")) == [record.request_id]
+    assert ids(records.newest(9, "bob")) == []
 
 
 def test_of_one_client_id_the_newest_is_found():
@@ -114,7 +123,7 @@ def test_of_one_client_id_the_newest_is_found():
     third.ended_at = None
     records.began(third)
     assert loaded(records.find("again", "")).state == "running"
-    assert [each["id"] for each in records.newest(2, "")["data"]] == [third.request_id, second.request_id]
+    assert ids(records.newest(2, "")) == [third.request_id, second.request_id]
 
 
 def test_the_oldest_go_when_the_bytes_or_the_places_are_used_up(monkeypatch):
@@ -214,3 +223,19 @@ async def test_a_request_that_is_turned_away_early_tells_of_the_plans(stack_of):
         assert record.plan is not None
         assert [each.meets for each in record.plan.candidates] == [False]
         assert record.times.ttft_ms is None
+
+
+async def test_a_request_that_is_cut_before_it_was_read_has_failed(stack_of):
+    """The server ends its task while its body is on the way: it must not count as answered in time."""
+    async with stack_of(ttft_slo_ms=1000.0, itl_slo_ms=1000.0) as stack:
+        before = asyncio.all_tasks()
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(stack.url).port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        await stack.until(lambda: stack.router.records.running == 1)
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        async with asyncio.timeout(5):
+            assert (await reader.read(12)) == b"HTTP/1.1 503"
+        writer.close()
+        (summary,) = (await stack.http.get("/v1/requests")).json()["data"]
+        assert (summary["http_status"], summary["error"], summary["slo"]) == (503, "unavailable", "failed")

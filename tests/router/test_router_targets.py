@@ -12,12 +12,13 @@ from core.errors import EngineFault, InvalidParameter, Overloaded, Unavailable
 from core.request import FinishReason
 from core.settings import Settings
 from planning.estimate import Targets
+from services.router.choice import Piece
 from services.router.keys import NO_KEY
 from services.router.metrics import RouterMetrics
 from services.router.progress import Progress
 from services.router.record import Record
 from services.router.records import Records
-from services.router.targets import ITL_HEADER, TTFT_HEADER, targets_of
+from services.router.targets import ITL_HEADER, TTFT_HEADER, left, targets_of
 
 SERVER = Settings(ttft_slo_ms=500, itl_slo_ms=50)
 
@@ -89,6 +90,10 @@ async def test_attainment_counts_rejections_as_failed_and_leaves_bad_requests_ou
         ("all", "failed"): 1,
     }
     assert "baton_requests_without_slo_total 1.0" in text
+    ratios = dict(re.findall(r'baton_slo_ratio_count\{target="(\w+)"\} (\S+)', text))
+    assert ratios == {"ttft": "2.0", "itl": "1.0"}, "of answers; a refusal has no time"
+    assert 'baton_slo_ratio_bucket{le="0.1",target="ttft"} 2.0' in text
+    assert 'baton_slo_ratio_bucket{le="10.0",target="itl"} 0.0' in text
 
 
 class FakeGeneration:
@@ -117,6 +122,26 @@ def predicted(predicted_s: float, real_s: float) -> str:
     return metrics.exposition().decode()
 
 
+def test_tokens_that_come_together_share_the_time_since_the_last_ones():
+    """1. Two of a choice at once.  2. 0.3 s later three.  3. 0.1 s later one.  4. An end without a token."""
+    clock = Clock()
+    metrics, record = RouterMetrics(lambda: None), Record("mine", "a-model", clock=clock)
+    progress = Progress(metrics, Records(2**20), record, clock)
+    generation = FakeGeneration(answered())
+    progress.planned(generation)  # type: ignore[arg-type]
+    for gap_s, tokens in ((0.2, 2), (0.3, 3), (0.1, 1), (0.5, 0)):
+        clock.at += gap_s
+        generation.num_generated_tokens += tokens
+        piece = Piece(0, num_generated=tokens, finish_reason=None if tokens else "length")
+        progress.took(generation, [(generation.parts[0], piece)])  # type: ignore[list-item]
+    assert record.itl_s == pytest.approx(0.4 / 5)
+    assert (record.gaps.max_s, record.gaps.quantile(0.5)) == pytest.approx((0.1, 0.1))
+    text = metrics.exposition().decode()
+    assert 'baton_inter_token_latency_seconds_count{model_name="a-model"} 5.0' in text
+    [total_s] = re.findall(r'baton_inter_token_latency_seconds_sum\{model_name="a-model"\} (\S+)', text)
+    assert float(total_s) == pytest.approx(0.4)
+
+
 def test_the_error_of_an_estimate_is_a_metric_with_its_direction():
     text = predicted(0.3, 0.25)
     labels = 'plan="disaggregated"'
@@ -127,6 +152,18 @@ def test_the_error_of_an_estimate_is_a_metric_with_its_direction():
     text = predicted(0.2, 0.25)
     [bias] = re.findall(r'estimate_bias_seconds_total\{direction="under",plan="disaggregated"\} (\S+)', text)
     assert float(bias) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("targets", "elapsed_s", "expected"),
+    [
+        (Targets(2.0, 0.05), 0.5, Targets(1.5, 0.05)),
+        (Targets(2.0, 0.05), 7.0, Targets(0.001, 0.05)),
+        (Targets(0.0, 0.05), 7.0, Targets(0.0, 0.05)),
+    ],
+)
+def test_planning_gets_what_is_left_of_a_target(targets, elapsed_s, expected):
+    assert left(targets, elapsed_s) == expected
 
 
 def test_nothing_predicted_is_no_error():
@@ -149,3 +186,16 @@ def test_the_first_error_says_how_a_request_ended(error, ending):
     progress.failed(EngineFault("another"))
     progress.close()
     assert (record.ending, record.http_status, record.error) == (ending, error.http_status, error.code)
+
+
+async def test_of_a_header_that_is_sent_twice_the_first_counts(stack_of):
+    async with stack_of() as stack:
+        twice = [
+            *((TTFT_HEADER, "250"), (TTFT_HEADER, "soon")),
+            *(("X-Baton-Plan", "local"), ("X-Baton-Plan", "nowhere")),
+            *(("X-Request-Id", "mine"), ("X-Request-Id", "other")),
+        ]
+        answer = await stack.http.post("/v1/completions", json={"prompt": "a"}, headers=twice)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
+        record = (await stack.http.get("/v1/requests/mine")).json()
+        assert (record["targets"]["ttft_ms"], record["plan"]["reason"]) == (250, "forced_local")

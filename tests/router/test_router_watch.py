@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from router_fakes import FakeWorker, fingerprint
 
 from core.blocks import block_key
+from core.clock import Clock, FakeClock, monotonic
 from core.request import Role
 from core.settings import Settings
 from planning.prefix_index import TIERS, Changes, PrefixIndex
-from services.router.fleet import Fleet
-from services.router.roster import Roster, WorkerState
-from services.router.router import Router
+from services.router.fleet import FIRST_RETRY_S, Fleet, pause_after
+from services.router.roster import Roster
+from services.router.router import MAX_SHOWN, Router
+from services.router.standing import WorkerState
 from services.router.text import TextSide
 from services.worker.kv_events import KVEventLog
 from wire import codec
@@ -197,9 +199,9 @@ class Told:
 
 
 @asynccontextmanager
-async def following(found: Told, *workers: FakeWorker) -> AsyncIterator[Fleet]:
+async def following(found: Told, *workers: FakeWorker, clock: Clock = monotonic) -> AsyncIterator[Fleet]:
     faults: Counter[str] = Counter()
-    fleet = Fleet(found, "tok", silence_s=10, count_fault=lambda where: faults.update([where]))
+    fleet = Fleet(found, "tok", silence_s=10, count_fault=lambda where: faults.update([where]), clock=clock)
     running = asyncio.create_task(fleet.run())
     try:
         yield fleet
@@ -276,8 +278,107 @@ async def test_two_addresses_of_one_worker_are_one_and_nothing_is_wrong_with_tha
         await until(lambda: {s.value for _, s, _ in fleet.workers()} == {"ready", "duplicate"})
         assert decoding(fleet) == {a.incarnation}
         assert fleet.session(a.incarnation) is not None
+        assert [link.session.up for link in fleet._links.values()].count(True) == 1
         router.text, router.fleet = text, fleet
         assert router.readiness() == (True, [])
+        (used,) = (member.address for member, state, _ in fleet.workers() if state is WorkerState.READY)
+        fleet.roster.lost(used, "reset")
+        fleet._settle()
+        await until(lambda: all(link.session.up for link in fleet._links.values()))
+        assert fleet.roster.at(a.incarnation) is not fleet.roster.members[used]
+
+
+async def test_a_router_that_stood_still_blames_no_worker():
+    """1. The router stops for an hour: nobody is silent.  2. It runs, and hears nothing for longer than a worker
+    may be silent: that one is."""
+    (a,) = await started("a")
+    clock = FakeClock()
+    async with following(Told(a.address), a, clock=clock) as fleet:
+        await until(lambda: decoding(fleet) == {a.incarnation})
+        clock.advance(3600)
+        assert decoding(fleet) == {a.incarnation}
+        assert fleet.counts()[Role.DECODE, WorkerState.READY] == 1
+        for _ in range(30):  # without a turn of the loop, hence without a State
+            clock.advance(0.5)
+            fleet._settle()
+        assert decoding(fleet) == set()
+        assert fleet.expects_decode()
+        assert [state for _, state, _ in fleet.workers()] == [WorkerState.SILENT]
+
+
+def test_pauses_grow_until_a_stream_has_lasted():
+    """Also where each one ends since news was missed."""
+    pauses = [FIRST_RETRY_S]
+    for lasted_s in (0, 0, 0, 0, 0, 0, 3600, 0):
+        pauses.append(pause_after(lasted_s, pauses[-1]))
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 0.05, 0.1]
+
+
+happens = st.tuples(
+    st.sampled_from(["add", "remove", "hello", "state", "state", "lost", "session", "wait"]),
+    st.integers(0, 3),
+    st.integers(0, 5),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(happens, min_size=5, max_size=60))
+def test_counts_of_workers_are_those_of_a_look_at_each(story: list[tuple[str, int, int]]) -> None:
+    """Whatever comes, in any order: three lives in either role, of two kinds, at four addresses."""
+    book, now = Roster("tok", silence_s=10), 0.0
+    prints = [PRINT, fingerprint("tok", block_size=32), fingerprint("another")]
+    changed: set[str] = set()
+    before: dict[str, tuple[str, WorkerState]] = {}
+    for what, number, kind in story:
+        address, member = f"h:{number}", book.members.get(f"h:{number}")
+        match what:
+            case "wait":
+                now += (0.1, 3.0, 30.0)[kind % 3]
+            case "add" if member is None:
+                book.add(address)
+            case "remove" if member is not None:
+                book.remove(address)
+            case "hello" if member is not None:
+                said = hello(f"life {kind % 3}", ("decode", "prefill")[kind // 3])
+                said.fingerprint.CopyFrom(codec.fingerprint_to_wire(prints[kind % 3]))
+                book.hello(address, said, now)
+            case "state" if member is not None and member.connected:
+                phase, idle_s = ("ready", "ready", "draining")[kind % 3], (0, 20)[kind == 5]
+                book.state(address, pb.State(phase=phase, idle_s=idle_s), now)
+            case "lost" if member is not None:
+                book.lost(address, "reset")
+            case "session":
+                book.session(address, bool(kind % 2))
+        changed.update(book.changes(now))
+        seen = {a: (m.role, book.status(m, now)[0]) for a, m in book.members.items()}
+        assert +book.counts(now) == Counter(seen.values())
+        fine = (WorkerState.READY, WorkerState.DUPLICATE)
+        assert set(book.amiss(now)) == {a for a, (_, state) in seen.items() if state not in fine}
+        assert changed >= {a for a, standing in seen.items() if before.get(a) != standing}
+        ready = {a for a, (role, state) in seen.items() if (role, state) == ("decode", WorkerState.READY)}
+        assert len(book.fleet_view(now).decode) == sum(book.members[a].has_session for a in ready)
+        changed, before = set(), seen
+
+
+def test_of_many_workers_some_are_shown(text: TextSide):
+    """1. Of 300 two thirds are lost: a hundred of them are named, and how many more there are.  2. All come."""
+    router = Router(Settings())
+    router.text, router.fleet = text, (fleet := Fleet(Told(), "tok", 10, lambda where: None))
+    for number in range(300):
+        fleet.roster.add(f"h:{number}")
+        join(fleet.roster, number, hello(f"life {number}"))
+        if number % 3:
+            fleet.roster.lost(f"h:{number}", "reset")
+    ready, problems = router.readiness()
+    assert ready
+    assert len(problems) == MAX_SHOWN + 1
+    assert problems[-1] == "100 more workers are not ready; /v1/cluster has all of them"
+    states = Counter(state for _, state, _ in fleet.some(MAX_SHOWN + 150))
+    assert states == {WorkerState.LOST: 200, WorkerState.READY: 50}
+    for number in range(300):
+        join(fleet.roster, number, hello(f"life {number}"))
+    assert router.readiness() == (True, [])
+    assert len(fleet.some(MAX_SHOWN)) == MAX_SHOWN
 
 
 async def test_a_gap_in_the_news_costs_a_snapshot_and_nothing_else():

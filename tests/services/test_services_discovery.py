@@ -109,6 +109,20 @@ def test_an_empty_answer_counts_after_the_grace() -> None:
         before = held
 
 
+def test_an_empty_answer_right_after_an_outage_is_not_believed() -> None:
+    """1. Two workers.  2. No answers for longer than the grace.  3. Nobody: not believed, until the grace has
+    passed without another failure."""
+    settled = Settled(grace_s=10)
+    settled.answered(AB, 0)
+    for now in (20, 40, 60):
+        settled.failed(now)
+    for now in (60.1, 69):
+        assert not settled.answered(NOBODY, now)
+    assert settled.addresses == AB
+    assert settled.answered(NOBODY, 70)
+    assert settled.addresses == NOBODY
+
+
 class Scripted:
     """A source that gives these answers, then the last one for ever. None: it does not answer."""
 

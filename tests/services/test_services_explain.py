@@ -15,7 +15,8 @@ from services import cli
 from services.address import free_port
 from services.explain import WHY
 from services.router.record import Record
-from services.router.record_json import describe, summarize
+from services.router.record_json import describe
+from services.router.record_summary import summarize
 
 RECORD = describe(answered("mine"))
 
@@ -100,11 +101,11 @@ def test_without_a_plan_it_says_so(router, capsys):
 
 
 def test_without_an_id_it_lists_the_newest(router, capsys):
-    summary = summarize(orjson.loads(orjson.dumps(RECORD)))
+    summary = summarize(answered())
     router.answers["/v1/requests"] = 200, orjson.dumps({"object": "list", "data": [summary]})
     status, out, _ = explain(capsys, "--router", router.url)
     assert status == 0
-    assert RECORD.id in out
+    assert summary.id in out
     assert "cheapest_pair" in out
 
 

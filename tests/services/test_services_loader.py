@@ -208,10 +208,11 @@ async def test_a_pull_tells_how_fast_the_link_to_this_peer_is(bench) -> None:
     assert list(b.host.links.rates()) == ["their-life"]
 
 
-@pytest.mark.parametrize(("queue_s", "source"), [(0.0, "prefill"), (10.0, "local")])
-async def test_a_prefill_worker_is_asked_if_its_queue_is_short(bench, queue_s: float, source: str) -> None:
+@pytest.mark.parametrize(("min_tokens", "source"), [(24, "prefill"), (25, "local")])
+async def test_a_prefill_worker_is_asked_if_the_plan_finds_it_worth_it(bench, min_tokens, source) -> None:
+    """24 tokens are missing. However long its queue is: the plan has counted that."""
     b = bench()
-    b.order("r", min_tokens=2, cached=3, queue_s=queue_s)
+    b.order("r", min_tokens=min_tokens, cached=3, queue_s=10.0)
     report = await b.report("r")
     assert b.sources == [source]
     assert (report.arrived > 0) is (source == "prefill")

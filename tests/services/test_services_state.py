@@ -7,14 +7,18 @@ from types import SimpleNamespace
 import pytest
 
 from core.kv import Fingerprint
+from core.request import Request, SamplingParams
 from core.settings import Settings
 from core.step_model import StepModel
-from engine.messages import EngineStats
+from engine.messages import Add, AddPrefill, EngineStats
+from engine.sequence import PrefillJob
 from engine.step import Limits
 from planning.price import LINK_GUESS_NBYTES_PER_S
 from services.worker.host import WorkerHost
 from services.worker.hub import Hub
 from services.worker.links import MAX_LINKS, Links
+from services.worker.taken import LIMIT as TAKEN_LIMIT
+from services.worker.taken import TakenLog
 from services.worker.watch import WatchService
 from wire import codec
 from wire.v1 import worker_pb2 as pb
@@ -27,7 +31,7 @@ def host_with(stats: EngineStats) -> WorkerHost:
     built = SimpleNamespace(
         fingerprint=FINGERPRINT,
         limits=Limits(8, 64, max_num_seqs=12, max_num_batched_tokens=96, max_waiting=5),
-        loop=SimpleNamespace(stats=stats, idle_s=0.25),
+        loop=SimpleNamespace(stats=stats, idle_s=0.25, step_s=0.125, submit=lambda work: None),
         ranks=SimpleNamespace(transports=["shm"]),
         footprint=SimpleNamespace(num_blocks=40, dtype="fp32"),
         stack=None,
@@ -57,8 +61,35 @@ async def test_a_state_carries_what_planning_needs() -> None:
     assert (hello.max_num_seqs, hello.max_num_batched_tokens) == (12, 96)
     assert codec.step_model_from_wire(state.prefill_model) == stats.prefill_model
     assert codec.step_model_from_wire(state.decode_model) == stats.decode_model
-    assert (state.queued_tokens, state.context_tokens) == (700, 1234)
+    assert (state.queued_tokens, state.context_tokens, state.step_s) == (700, 1234, 0.125)
     assert [(link.peer, link.nbytes_per_s) for link in state.links] == [("p-life", pytest.approx(3e8))]
+
+
+async def test_each_request_is_named_by_the_first_state_that_counts_it() -> None:
+    host, names = host_with(EngineStats()), [f"r{i}" for i in range(5)]
+    for name in names[:2]:
+        host.take_up(name, Add(Request(name, (1, 2), SamplingParams(max_tokens=1, seed=0))))
+    service = WatchService(host, lambda role: None)
+    events = service.Watch(pb.WatchRequest(), None)  # type: ignore[arg-type]
+    told = []
+    while len(told) < 3:
+        event = await anext(events)
+        if event.WhichOneof("kind") == "state":
+            told.append(list(event.state.taken))
+            for name in names[2:] if len(told) == 1 else ():
+                host.take_up(name, AddPrefill(PrefillJob("job", (1, 2))))
+            service.wake()
+    await events.aclose()  # type: ignore[attr-defined]
+    assert told == [names[:2], names[2:], []]
+
+
+def test_of_many_requests_the_last_ones_are_remembered() -> None:
+    log = TakenLog()
+    for number in range(TAKEN_LIMIT + 3):
+        log.add(f"r{number}")
+    taken, cursor = log.since(1)
+    assert (len(taken), taken[0], cursor) == (TAKEN_LIMIT, "r3", TAKEN_LIMIT + 3)
+    assert log.since(cursor) == ([], cursor)
 
 
 def test_a_pull_counts_as_much_as_it_moved() -> None:

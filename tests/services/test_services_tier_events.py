@@ -27,7 +27,7 @@ from kvtransfer.region import Region
 from kvtransfer.store_policy import StorePolicy
 from kvtransfer.tier_pool import RegionPool
 from kvtransfer.tier_stack import TierStack
-from planning.prefix_index import Changes, PrefixIndex
+from planning.prefix_index import TIERS, Changes, PrefixIndex
 from services.worker.kv_events import KVEventLog
 from services.worker.watch import tier_states
 
@@ -69,12 +69,13 @@ class Watcher:
         events, self._cursor = self._log.since(self._cursor)
         if events is not None:
             changes = [Changes(t.tier, t.stored, t.evicted) for t in events.tiers]
-            assert self._index.apply(events.first, events.next, events.snapshot, changes)
+            assert self._index.apply("w", events.first, events.next, events.snapshot, changes)
 
     def held(self, tier: str) -> set[int]:
         """Keys of the blocks that it believes to be in this tier."""
         self.look()
-        return set(self._index._held.get(tier, ()))
+        bit, known = 1 << TIERS.index(tier), self._index._workers["w"].tiers
+        return {key for key, tiers in known.items() if tiers & bit}
 
 
 def keys(ids: set[int]) -> set[int]:

@@ -170,7 +170,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Gathered(_message.Message):
-    __slots__ = ("cached_tokens", "remote_tokens", "remote_cached_tokens", "computed_tokens", "queue_s", "transfer_nbytes", "transfer_s", "transfer_exposed_s", "last_block_to_token_s", "prefill_s", "source_error", "tier_tokens", "source_plan")
+    __slots__ = ("cached_tokens", "remote_tokens", "remote_cached_tokens", "computed_tokens", "queue_s", "transfer_nbytes", "transfer_s", "transfer_exposed_s", "last_block_to_token_s", "prefill_s", "source_error", "tier_tokens", "source_plan", "remote_queue_s")
     class TierTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class Gathered(_message.Message):
     SOURCE_ERROR_FIELD_NUMBER: _ClassVar[int]
     TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PLAN_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     remote_tokens: int
     remote_cached_tokens: int
@@ -204,7 +205,8 @@ class Gathered(_message.Message):
     source_error: str
     tier_tokens: _containers.ScalarMap[str, int]
     source_plan: str
-    def __init__(self, cached_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., transfer_nbytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., last_block_to_token_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., source_error: _Optional[str] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., source_plan: _Optional[str] = ...) -> None: ...
+    remote_queue_s: float
+    def __init__(self, cached_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., transfer_nbytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., last_block_to_token_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., source_error: _Optional[str] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., source_plan: _Optional[str] = ..., remote_queue_s: _Optional[float] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("request_id", "code", "message", "param")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from wire.v1 import kv_pb2 as wire_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15wire/v1/prefill.proto\x12\rbaton.wire.v1\x1a\x10wire/v1/kv.proto\"A\n\x0e\x43onnectRequest\x12/\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x1a.baton.wire.v1.Fingerprint\"\x83\x01\n\x0c\x43onnectReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1a.baton.wire.v1.Fingerprint\x12-\n\x06offers\x18\x03 \x03(\x0b\x32\x1d.baton.wire.v1.TransportOffer\"\x95\x01\n\nRunRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"l\n\x08RunEvent\x12+\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x17.baton.wire.v1.AcceptedH\x00\x12+\n\x05ready\x18\x02 \x01(\x0b\x32\x1a.baton.wire.v1.BlocksReadyH\x00\x42\x06\n\x04kind\"\x1b\n\x08\x41\x63\x63\x65pted\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"a\n\x0b\x42locksReady\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x63\x61\x63hed\x18\x05 \x01(\x08\"2\n\x0cRenewRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1d\n\nRenewReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x32\xce\x01\n\x07Prefill\x12\x45\n\x07\x43onnect\x12\x1d.baton.wire.v1.ConnectRequest\x1a\x1b.baton.wire.v1.ConnectReply\x12;\n\x03Run\x12\x19.baton.wire.v1.RunRequest\x1a\x17.baton.wire.v1.RunEvent0\x01\x12?\n\x05Renew\x12\x1b.baton.wire.v1.RenewRequest\x1a\x19.baton.wire.v1.RenewReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15wire/v1/prefill.proto\x12\rbaton.wire.v1\x1a\x10wire/v1/kv.proto\"A\n\x0e\x43onnectRequest\x12/\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x1a.baton.wire.v1.Fingerprint\"\x83\x01\n\x0c\x43onnectReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1a.baton.wire.v1.Fingerprint\x12-\n\x06offers\x18\x03 \x03(\x0b\x32\x1d.baton.wire.v1.TransportOffer\"\x95\x01\n\nRunRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"l\n\x08RunEvent\x12+\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x17.baton.wire.v1.AcceptedH\x00\x12+\n\x05ready\x18\x02 \x01(\x0b\x32\x1a.baton.wire.v1.BlocksReadyH\x00\x42\x06\n\x04kind\"\x1b\n\x08\x41\x63\x63\x65pted\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"r\n\x0b\x42locksReady\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x0f\n\x07queue_s\x18\x06 \x01(\x01\x12\x0e\n\x06\x63\x61\x63hed\x18\x05 \x01(\x08\"2\n\x0cRenewRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1d\n\nRenewReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x32\xce\x01\n\x07Prefill\x12\x45\n\x07\x43onnect\x12\x1d.baton.wire.v1.ConnectRequest\x1a\x1b.baton.wire.v1.ConnectReply\x12;\n\x03Run\x12\x19.baton.wire.v1.RunRequest\x1a\x17.baton.wire.v1.RunEvent0\x01\x12?\n\x05Renew\x12\x1b.baton.wire.v1.RenewRequest\x1a\x19.baton.wire.v1.RenewReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,11 +43,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACCEPTED']._serialized_start=521
   _globals['_ACCEPTED']._serialized_end=548
   _globals['_BLOCKSREADY']._serialized_start=550
-  _globals['_BLOCKSREADY']._serialized_end=647
-  _globals['_RENEWREQUEST']._serialized_start=649
-  _globals['_RENEWREQUEST']._serialized_end=699
-  _globals['_RENEWREPLY']._serialized_start=701
-  _globals['_RENEWREPLY']._serialized_end=730
-  _globals['_PREFILL']._serialized_start=733
-  _globals['_PREFILL']._serialized_end=939
+  _globals['_BLOCKSREADY']._serialized_end=664
+  _globals['_RENEWREQUEST']._serialized_start=666
+  _globals['_RENEWREQUEST']._serialized_end=716
+  _globals['_RENEWREPLY']._serialized_start=718
+  _globals['_RENEWREPLY']._serialized_end=747
+  _globals['_PREFILL']._serialized_start=750
+  _globals['_PREFILL']._serialized_end=956
 # @@protoc_insertion_point(module_scope)

@@ -56,18 +56,20 @@ class Accepted(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class BlocksReady(_message.Message):
-    __slots__ = ("first", "block_ids", "checksums", "age_s", "cached")
+    __slots__ = ("first", "block_ids", "checksums", "age_s", "queue_s", "cached")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     first: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     age_s: float
+    queue_s: float
     cached: bool
-    def __init__(self, first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ..., cached: _Optional[bool] = ...) -> None: ...
+    def __init__(self, first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., cached: _Optional[bool] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("transfer_id", "epoch")
