@@ -108,8 +108,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of the ids: their bytes joined, with U+FFFD for what is not UTF-8."""
-        kept = (i for i in token_ids if not (skip_special and i in self._special_ids))
-        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+        text = bytearray()  # joining millions of pieces at once would let no other thread run
+        for token_id in token_ids:
+            if not (skip_special and token_id in self._special_ids):
+                text += self.token_bytes(token_id)
+        return text.decode(errors="replace")
 
 
 def _encode(core: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:

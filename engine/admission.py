@@ -1,17 +1,17 @@
 """Which waiting sequences are taken up, and which of their blocks are loaded instead of computed.
 
-They are taken up in the order of arrival, each with all of its blocks. One that does not fit may be
-passed over by later ones, so often and no more; one whose blocks are just being made or loaded for another waits
-until it can share them.
+They are taken up in the order of arrival, each with blocks for all of its tokens. One that does not fit
+may be passed over by later ones, but not for ever; one whose blocks are just being made or loaded for another
+waits until it can share them.
 """
 
 from __future__ import annotations
 
 from core.blocks import num_shareable_blocks
 from engine.books import Books
-from engine.jobs import start_job
 from engine.messages import Event, LoadOrdered
 from engine.paging import Pager
+from engine.prefill_jobs import start_job
 from engine.sequence import Sequence
 from engine.step import Limits
 

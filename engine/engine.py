@@ -95,7 +95,7 @@ class Engine:
 
         Changes no books: call it when they are broken and the engine will not step again.
         """
-        self._emit([Failed(i, error) for i in dict.fromkeys([*self.scheduler.open_ids(), *also])])
+        self._emit([Failed(i, error) for i in dict.fromkeys([*self.scheduler.books.open_ids(), *also])])
 
     def step(self) -> bool:
         """Run one step; False when there was nothing to compute.
@@ -125,25 +125,25 @@ class Engine:
         return True
 
     def stats(self) -> EngineStats:
-        s, pool = self.scheduler, self.scheduler.pool
-        queued, context = s.tokens_ahead()
+        s, pool, books = self.scheduler, self.scheduler.pool, self.scheduler.books
+        queued, context = books.tokens_ahead(s.limits.block_size)
         return EngineStats(
             total_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
             quarantined_blocks=pool.num_quarantined,
-            running=len(s.running),
-            waiting=len(s.waiting),
-            loading=len(s.loading),
-            held=len(s.held),
+            running=len(books.running),
+            waiting=len(books.waiting),
+            loading=len(books.loading),
+            held=len(books.held),
             steps=self.steps,
             queued_tokens=queued,
             context_tokens=context,
             prefill_model=s.times.prefill,
             decode_model=s.times.decode,
             preemptions=s.num_preempted,
-            prefix_queries=s.num_queried,
-            prefix_hits=s.num_hit,
+            prefix_queries=s.admission.num_queried,
+            prefix_hits=s.admission.num_hit,
             evicted_blocks=pool.num_evicted,
             step_failures=self.step_failures,
             hash_mismatches=s.num_hash_mismatches,

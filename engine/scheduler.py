@@ -5,10 +5,10 @@ blocks are reserved as a whole when it is admitted; output blocks are taken one 
 none is left the youngest running sequence is preempted: its blocks go back (still in the prefix
 cache), it waits at the head of the queue and later continues as if it had never stopped.
 
-    engine.books      where each sequence stands, and the drawing of how it moves
-    engine.admission  who is taken up out of the queue, and what is loaded for it
-    engine.budget     how the step's tokens are shared among prompts
-    engine.paging     blocks
+    engine.books      where each sequence stands; draws how it moves
+    engine.admission  which waiting ones are taken up, and what is loaded for them
+    engine.budget     how the prompts of a step share its tokens
+    engine.paging     which blocks each one holds
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.admission import Admission
 from engine.block_pool import BlockPool, NoFreeBlocks
 from engine.books import Books
 from engine.budget import budget_within, cap_rows, share_budget
-from engine.jobs import publish, start_job
 from engine.matcher import Matcher
 from engine.messages import Event, Failed, LoadCancelled, LoadReport
 from engine.paging import BlockStore, NoStore, Pager
+from engine.prefill_jobs import publish, start_job
 from engine.refusals import refusal
 from engine.sequence import PrefillJob, Sequence, State
 from engine.step import MAX_PROMPT_LOGPROBS, Chunk, Limits, StepPlan
@@ -38,7 +38,7 @@ TARGET_SHARE = 0.9
 
 
 class Scheduler:
-    """One worker's sequences, and what they compute next. `reports`: of loads, until the first token takes them."""
+    """Moves one worker's sequences on. `reports`: of finished loads by request, until its first token."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Scheduler:
         self._pager.drop_fallen(seq)
         if not seq.is_prefill_job:
             return []
-        events: list[Event] = [*publish(seq, self.limits.block_size, now, cached=False)]
+        events = publish(seq, self.limits.block_size, now, cached=False)
         if seq.num_to_compute == 0:
             self.books.running.remove(seq)
             self.books.hold(seq)

@@ -67,6 +67,6 @@ def _refusal(status: int, body: bytes) -> RequestError:
         message = orjson.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = "what is not a router's answer; is the URL right?"
-    hint = "; here it comes from BATON_API_KEY" if status == 401 else ""
+    hint = "; here it comes from BATON_API_KEY" if status in (401, 403) else ""
     kind = NotFound if status == 404 else RequestError
     return kind(f"the router answers {status}: {message}{hint}")

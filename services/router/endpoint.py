@@ -21,6 +21,7 @@ from services.router.generation import Generation, Part
 from services.router.headers import header
 from services.router.keys import ApiKey
 from services.router.parse import Receive, check_request, read_body
+from services.router.planner import planned
 from services.router.progress import Progress
 from services.router.record import Record
 from services.router.router import Router
@@ -131,19 +132,21 @@ class GenerationEndpoint(Generic[B]):
     ) -> Generation:
         """A generation whose turn it is. What can never be served is an error before it waits; after a wait
         it is planned anew."""
-        record = call.progress.record
+        router, record = self._router, call.progress.record
 
-        def plan() -> Generation:
+        async def plan() -> Generation:
+            targets = left(record.targets, record.elapsed_s)
+            plans = await planned(router, call.body, prompts, call.forced, targets)
             made = Generation(
-                *(record.request_id, self._router, call.body, prompts, constraints),
-                *(call.forced, left(record.targets, record.elapsed_s), call.inbox),
+                *(record.request_id, router, call.body, prompts, plans),
+                *(constraints, call.forced, targets, call.inbox),
             )
             call.progress.planned(made)
             return made
 
-        generation = plan()
+        generation = await plan()
         waited = await call.visit.turn(call.body, generation.parts, record.targets)
-        return plan() if waited else generation
+        return await plan() if waited else generation
 
     async def _stream(self, call: _Call[B], generation: Generation, shape: Shape[B]) -> None:
         reply = call.reply

@@ -17,12 +17,12 @@ from core.clock import monotonic
 from core.errors import BatonError, ContextLengthExceeded, EngineFault, Overloaded, Unavailable, WorkerLost
 from core.request import Gathered, Request, SamplingParams, TokenDelta
 from planning.estimate import Targets
-from planning.plan import Forced
-from planning.recovery import Denial, Resume
+from planning.plan import Forced, Plan
+from planning.recovery import Cause, Denial, Resume
 from services.router import recovery
 from services.router.choice import Choice, Piece
 from services.router.part import Part
-from services.router.planner import planned, replanned, target
+from services.router.planner import replanned, target
 from services.router.recovery import Stranded
 from services.router.router import Router
 from services.router.schemas import GenerationBody
@@ -44,12 +44,13 @@ class Generation:
         router: Router,
         body: GenerationBody,
         prompts: Sequence[Prompt],
+        plans: Sequence[tuple[tuple[bytes, ...], Plan]],
         constraints: Constraints,
         forced: Forced,
         targets: Targets,
         inbox: Inbox,
     ) -> None:
-        """Plan every prompt. Raises RequestError or Unavailable before any worker is touched."""
+        """`plans`: of `planner.planned`, for each prompt."""
         self.id = request_id
         self._router = router
         self._text, self._fleet = router.serving()
@@ -62,9 +63,7 @@ class Generation:
         )
         self.parts = [
             Part(prompt, hashes, chosen, self._choices(number), f"{self.id}-{number}")
-            for number, (prompt, (hashes, chosen)) in enumerate(
-                zip(prompts, planned(router, body, prompts, forced, targets), strict=True)
-            )
+            for number, (prompt, (hashes, chosen)) in enumerate(zip(prompts, plans, strict=True))
         ]
         self._by_request: dict[str, Part] = {}
         self._stranded: list[Stranded] = []
@@ -97,10 +96,16 @@ class Generation:
         }
 
     def start(self) -> None:
-        """Send every prompt to its worker. Raises Unavailable or Overloaded."""
+        """Send every prompt to its worker, or look for another where that one has left since the plan. Raises
+        Unavailable or Overloaded."""
         for part in self.parts:
-            self._router.retries.began(monotonic())
-            self._send(part)
+            now = monotonic()
+            self._router.retries.began(now)
+            try:
+                self._send(part)
+            except WorkerLost as error:
+                lost = Lost(part.request_id, error, Cause.LEFT)
+                self._stranded.append(recovery.stranded(self._router, part, lost, now))
 
     async def next(self) -> list[tuple[Part, Piece]]:
         """What the next deltas made certain: a piece of each choice that they are of, which may be empty; of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -18,17 +19,19 @@ from services.router.schemas import GenerationBody
 from services.router.text import Prompt
 
 
-def planned(
+async def planned(
     router: Router, body: GenerationBody, prompts: Sequence[Prompt], forced: Forced, targets: Targets
 ) -> list[tuple[tuple[bytes, ...], Plan]]:
     """Hashes of the full blocks and a plan for each prompt; it sees the load that those before it bring.
 
-    Raises RequestError or Unavailable.
+    Others get their turn between two prompts. Raises RequestError or Unavailable, before any worker is touched.
     """
     _, fleet = router.serving()
     plans: list[tuple[tuple[bytes, ...], Plan]] = []
     given: dict[str, Sent] = {}
     for prompt in prompts:
+        if plans:
+            await asyncio.sleep(0)
         hashes = _hashes(body, prompt, fleet.roster.reference)
         facts = _facts(body, len(prompt.token_ids))
         chosen = plan(

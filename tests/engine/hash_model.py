@@ -127,7 +127,7 @@ class Harness:
 
     def run(self, limit: int = 5000) -> None:
         for _ in range(limit):
-            if not self.step() and not self.scheduler.waiting:
+            if not self.step() and not self.scheduler.books.waiting:
                 return
         raise AssertionError("the engine did not come to rest")
 
@@ -166,8 +166,8 @@ class Harness:
                 counts = [g.cached_tokens, g.remote_tokens, g.computed_tokens, *dict(g.tier_tokens).values()]
                 assert min(counts) >= 0, g
                 assert sum(counts) == self.prompt_lens[event.request_id], g
-        s = self.scheduler
-        assert (len(s.running), len(s.waiting), len(s.loading), len(s.held), len(s.reports)) == (
+        s, b = self.scheduler, self.scheduler.books
+        assert (len(b.running), len(b.waiting), len(b.loading), len(b.held), len(s.reports)) == (
             0,
             0,
             0,

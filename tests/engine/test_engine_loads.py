@@ -32,7 +32,7 @@ def test_prefill_job_publishes_as_it_commits_and_is_held(harness) -> None:
         pass
     built = [e for e in h.events if isinstance(e, BlocksBuilt)]
     assert [(e.first, len(e.block_ids)) for e in built] == [(0, 2), (2, 2), (4, 2)]
-    assert list(h.scheduler.held) == ["job"]
+    assert list(h.scheduler.books.held) == ["job"]
     assert h.pool.num_free == 64 - 6
     h.engine.handle(Abort("job"))
     h.engine.handle(Abort("job"))
@@ -210,7 +210,7 @@ def test_random_storm_keeps_the_books(harness, seed: int) -> None:
         for job in jobs:
             h.engine.handle(Abort(job))
         jobs.clear()
-        if not h.step() and not h.scheduler.waiting and not h.scheduler.loading:
+        if not h.step() and not h.scheduler.books.waiting and not h.scheduler.books.loading:
             break
     answered = sum(len(h.finish(f"r{i}")) for i in range(500))
     assert answered > 300

@@ -90,7 +90,7 @@ class Worker:
     def run(self, request: Request) -> dict[int, Choice]:
         add(self, request)
         for _ in range(500):
-            if not self.engine.step() and not self.scheduler.waiting:
+            if not self.engine.step() and not self.scheduler.books.waiting:
                 return answers(self.events, request.request_id)
         raise AssertionError("the engine did not come to rest")
 
@@ -134,10 +134,10 @@ def test_cut_anywhere_it_goes_on_as_if_it_had_not_been(runner, style: str) -> No
 def test_its_prompt_is_found_where_it_was_served_before(runner) -> None:
     worker, request = Worker(runner), Request("r", PROMPT, SamplingParams(max_tokens=14, seed=77))
     whole = worker.run(request)
-    hits = worker.scheduler.num_hit
+    hits = worker.scheduler.admission.num_hit
     rest = worker.run(replace(request, request_id="r.1", resumed=cut_at(whole, {0: 9})))
     assert rest == {0: whole[0].after(9)}
-    assert worker.scheduler.num_hit == hits + 32
+    assert worker.scheduler.admission.num_hit == hits + 32
 
 
 # ---- the books, on the hash model
@@ -214,8 +214,8 @@ def test_it_goes_before_those_that_wait_and_is_not_the_one_preempted(harness) ->
     for name in ("one", "two"):
         h.prompt_lens[name] = len(PROMPT)
         h.engine.handle(Add(replace(request, request_id=name, resumed=cut_at(whole, {0: 4}))))
-    assert [seq.request_id for seq in h.scheduler.waiting] == ["one", "two", "waiting"]
-    assert max(h.scheduler.waiting, key=lambda seq: seq.order).request_id == "waiting"
+    assert [seq.request_id for seq in h.scheduler.books.waiting] == ["one", "two", "waiting"]
+    assert max(h.scheduler.books.waiting, key=lambda seq: seq.order).request_id == "waiting"
     h.run()
     assert answers(h.events, "one") == answers(h.events, "two") == {0: whole[0].after(4)}
 

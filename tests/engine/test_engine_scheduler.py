@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from core.clock import FakeClock
 from core.request import PrefillTarget, Request, SamplingParams
+from engine.admission import MAX_MISFITS, MAX_PASSED_OVER
 from engine.block_pool import BlockPool
 from engine.budget import cap_rows, share_budget
 from engine.messages import Event, LoadCancelled, LoadOrdered, LoadReport
-from engine.scheduler import MAX_MISFITS, MAX_PASSED_OVER, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import PrefillJob
 from engine.step import Limits
 
@@ -71,7 +72,7 @@ class Desk:
         return {chunk.seq.seq_id: chunk.count for chunk in plan.chunks}
 
     def waiting(self) -> list[str]:
-        return [seq.request_id for seq in self.scheduler.waiting]
+        return [seq.request_id for seq in self.scheduler.books.waiting]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_prefill_jobs_are_never_preempted() -> None:
     seen = [desk.step() for _ in range(6)]
     assert seen[:4] == [{"a/0": 1, "job": 4}, {"a/0": 1, "job": 4}, {"a/0": 1, "job": 4}, {"a/0": 1}]
     assert seen[5] == {}
-    assert (desk.waiting(), list(desk.scheduler.held)) == (["a"], ["job"])
+    assert (desk.waiting(), list(desk.scheduler.books.held)) == (["a"], ["job"])
     desk.scheduler.abort("job")
     assert desk.step() == {"a/0": 1}, "one token is left to compute: it runs in the step that admits it"
 
@@ -205,7 +206,7 @@ def test_a_load_is_aborted_at_each_moment(moment: str, unquiet: bool) -> None:
     s.load_finished("r/0", LoadReport(4))
     assert desk.pool.num_quarantined == (0 if moment == "waiting" else len(late))
     s.pool.quiet(late)
-    assert (desk.pool.num_free, s.open_ids(), s.reports) == (16, [], {})
+    assert (desk.pool.num_free, s.books.open_ids(), s.reports) == (16, [], {})
     assert desk.step() == {}
 
 

@@ -159,7 +159,7 @@ def test_the_preempted_are_queued_with_all_their_tokens(harness: MakeHarness) ->
     while not h.engine.stats().preemptions:
         assert h.engine.stats().queued_tokens in (0, 16, 32)
         h.step()
-    (victim,) = h.scheduler.waiting
+    (victim,) = h.scheduler.books.waiting
     assert h.engine.stats().queued_tokens == len(victim.tokens) > 16
     h.run()
     assert h.tokens("b") == expected(random_prompt(16, seed=2), 20)

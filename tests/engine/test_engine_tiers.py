@@ -189,7 +189,7 @@ def test_a_job_that_a_tier_holds_whole_is_held_without_a_step(stored) -> None:
     store.fill(orders(h)[0], 2)
     h.engine.handle(LoadFinished("job", LoadReport(2)))
     h.step()
-    assert list(h.scheduler.held) == ["job"]
+    assert list(h.scheduler.books.held) == ["job"]
     assert h.runner.tokens_computed == 0
     h.engine.handle(Abort("job"))
 
@@ -228,8 +228,8 @@ def test_choices_of_one_request_load_each_for_itself(stored) -> None:
     seen, at_once = 0, 0
     for _ in range(1500):
         h.step()
-        at_once = max(at_once, len(h.scheduler.loading))
-        if len(h.scheduler.loading) == 2 or not h.scheduler.running:
+        at_once = max(at_once, len(h.scheduler.books.loading))
+        if len(h.scheduler.books.loading) == 2 or not h.scheduler.books.running:
             for order in orders(h)[seen:]:
                 store.fill(order, len(order.block_ids))
                 report = LoadReport(len(order.block_ids), by_tier=(("host", len(order.block_ids)),))
@@ -291,7 +291,7 @@ def test_random_storm_with_a_store_keeps_the_books(stored, seed: int) -> None:
             gone = f"r{rng.randrange(i + 1)}"
             h.engine.handle(Abort(gone))
             asked.pop(gone, None)
-    while h.scheduler.waiting or h.scheduler.running or h.scheduler.loading:
+    while h.scheduler.books.waiting or h.scheduler.books.running or h.scheduler.books.loading:
         turn(1.0)
     assert h.scheduler.num_preempted
     assert not store.parked

@@ -26,7 +26,7 @@ def check_held(h: Harness, window: int) -> None:
         for block_id in range(h.pool.num_blocks):
             if h.pool.refs(block_id) == 0:
                 h.runner.slots[block_id * size : (block_id + 1) * size] = [None] * size
-    for seq in h.scheduler.running:
+    for seq in h.scheduler.books.running:
         if seq.is_prefill_job:
             assert seq.num_dropped == 0
         elif seq.decoding:
@@ -49,7 +49,7 @@ def test_a_prompt_gives_back_what_its_next_chunks_do_not_see(harness) -> None:
     h.add("r", random_prompt(64), 4)
     dropped = []
     while h.step():
-        dropped += [seq.num_dropped for seq in h.scheduler.running]
+        dropped += [seq.num_dropped for seq in h.scheduler.books.running]
     assert dropped[:4] == [0, 1, 3, 5], "after 16, 32, 48, 64 tokens: (tokens + 1 - 20) // 8"
     assert h.tokens("r") == expected(random_prompt(64), 4, sliding_window=20)
 
@@ -147,7 +147,7 @@ def test_random_storm_of_a_windowed_model(harness, window: int, caching: bool) -
             h.engine.handle(Abort(f"r{rng.randrange(i + 1)}", rng.choice([None, 0, 1])))
     for _ in range(20_000):
         settle(1.0)
-        if not h.step() and not h.scheduler.waiting and not h.scheduler.loading:
+        if not h.step() and not h.scheduler.books.waiting and not h.scheduler.books.loading:
             break
     exact = 0
     for name, (prompt, count, stops) in greedy.items():

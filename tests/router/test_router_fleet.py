@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from math import inf
 from typing import Any
 
@@ -12,9 +13,14 @@ from router_fakes import FakeWorker, fingerprint, says
 from router_stack import stacked
 
 from core.errors import Unavailable
+from planning.estimate import Targets
+from planning.plan import Forced
 from planning.worker_view import Sent
+from services.router.planner import planned
 from services.router.roster import Roster
+from services.router.schemas import CompletionBody
 from services.router.standing import WorkerState
+from services.router.text import Prompt
 from wire import codec
 from wire.v1 import worker_pb2 as pb
 
@@ -305,6 +311,42 @@ async def test_two_workers_of_one_id_keep_their_own_requests(text):
         for answer in await asyncio.gather(*asked):
             assert answer.usage.completion_tokens == 10
         assert [request.epoch for request in twins[1].starts] == [0, 1]
+
+
+async def test_a_worker_that_left_between_the_plan_and_the_start_is_replaced(stack_of, monkeypatch):
+    async with stack_of(decode=2) as stack:
+        fleet, asked = stack.router.fleet, []
+        session = fleet.session
+
+        def gone_at_first(incarnation: str):
+            asked.append(incarnation)
+            return None if len(asked) == 1 else session(incarnation)
+
+        monkeypatch.setattr(fleet, "session", gone_at_first)
+        answer = await stack.client.completions.create(model=stack.model, prompt=["x", "y"])
+        assert [choice.text for choice in answer.choices] == [answer.choices[0].text] * 2
+        assert sum(len(worker.starts) for worker in stack.workers) == 2
+
+
+async def test_many_prompts_are_planned_in_turn_with_others(text):
+    """The loop turns between two prompts, and each sees the load of those before it."""
+    workers = [FakeWorker(fingerprint(text.tokenizer_digest), worker_id=f"d{i}") for i in range(2)]
+    async with stacked(text, workers) as stack:
+        body = CompletionBody(prompt=[[504]] * 8, max_tokens=1)
+        prompts = [Prompt((504,))] * 8
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        plans = await planned(stack.router, body, prompts, Forced.AUTO, Targets())
+        counting.cancel()
+        assert turns >= 7
+        assert Counter(chosen.decode.worker_id for _, chosen in plans) == {"d0": 4, "d1": 4}
 
 
 async def test_a_silent_worker_loses_its_requests(stack_of):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,10 +89,11 @@ async def test_an_admin_port_that_fails_ends_the_router(monkeypatch):
             raise OSError("planted")
 
     monkeypatch.setattr(main, "_make_server", lambda app, https: Dying())
-    settings, told = Settings(), asyncio.Event()
+    router, told = Router(Settings()), asyncio.Event()
+
+    async def serve(listener: socket.socket) -> None:
+        async with main._serve_admins(router, listener, HTTPS(router.settings), lambda task: told.set()):
+            await asyncio.wait_for(told.wait(), 5)
+
     with main.listen("127.0.0.1", 0) as listener, pytest.raises(OSError, match="planted"):
-        async with asyncio.timeout(5):
-            async with main._serve_admins(
-                Router(settings), listener, HTTPS(settings), lambda task: told.set()
-            ):
-                await told.wait()
+        await serve(listener)

@@ -66,7 +66,7 @@ class Bench:
         self.hub = Hub()
         host = SimpleNamespace(
             built=built, hub=self.hub, role="decode", listeners=[], require_ready=lambda: None, lookups=None,
-            settings=Settings(max_waiting=3),
+            settings=Settings(max_waiting=3), take_up=lambda _, add: self.commands.append(add),
         )  # fmt: skip
         self.service = service.DecodeService(host)  # type: ignore[arg-type]
         self._sent: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()

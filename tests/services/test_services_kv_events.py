@@ -22,7 +22,7 @@ def take(index: PrefixIndex, events: pb.KvEvents | None) -> bool:
     if events is None:
         return True
     changes = [Changes(t.tier, t.stored, t.evicted) for t in events.tiers]
-    return index.apply(events.first, events.next, events.snapshot, changes)
+    return index.apply("w", events.first, events.next, events.snapshot, changes)
 
 
 def test_a_block_that_leaves_the_device_stays_known_below() -> None:
@@ -31,17 +31,17 @@ def test_a_block_that_leaves_the_device_stays_known_below() -> None:
     log.report("host", stored=[name(1), name(2)])
     events, cursor = log.since(None)
     assert take(index, events)
-    assert index.leading(keys(1, 2, 3, 4)) == {"device": 3}
+    assert index.leading("w", keys(1, 2, 3, 4)) == {"device": 3}
     log.report("device", evicted=[name(2), name(3)])
     events, cursor = log.since(cursor)
     assert take(index, events)
-    assert index.leading(keys(1, 2, 3)) == {"device": 1, "host": 1}
+    assert index.leading("w", keys(1, 2, 3)) == {"device": 1, "host": 1}
     log.report("device", stored=[name(9)], evicted=[name(9)])
     log.report("host", stored=[name(1)])
     events, _ = log.since(cursor)
     assert take(index, events)
-    assert index.leading(keys(9)) == {"device": 1}, "evicted first, stored again"
-    assert index.leading(keys(7, 1)) == {}, "a chain begins at its head"
+    assert index.leading("w", keys(9)) == {"device": 1}, "evicted first, stored again"
+    assert index.leading("w", keys(7, 1)) == {}, "a chain begins at its head"
 
 
 def test_repeats_change_nothing_and_a_gap_asks_for_a_snapshot() -> None:
@@ -53,12 +53,12 @@ def test_repeats_change_nothing_and_a_gap_asks_for_a_snapshot() -> None:
     log.report("device", evicted=[name(1)], stored=[name(2)])
     second, _ = log.since(after)
     assert not take(index, second), "the first is missing"
-    assert len(index) == 0
+    assert index.num_blocks("w") == 0
     fresh, _ = log.since(None)
     assert take(index, fresh)
     assert take(index, first), "old news"
-    assert index.leading(keys(2)) == {"device": 1}
-    assert index.leading(keys(1)) == {}
+    assert index.leading("w", keys(2)) == {"device": 1}
+    assert index.leading("w", keys(1)) == {}
 
 
 def test_random_changes_seen_by_watchers_that_lag() -> None:
@@ -82,5 +82,5 @@ def test_random_changes_seen_by_watchers_that_lag() -> None:
         assert take(index, log.since(cursor)[0])
         for i in range(40):
             held = next((tier for tier in ("device", "host") if i in truth[tier]), None)
-            assert index.leading(keys(i)) == ({held: 1} if held else {})
-        assert len(index) == len(truth["device"] | truth["host"])
+            assert index.leading("w", keys(i)) == ({held: 1} if held else {})
+        assert index.num_blocks("w") == len(truth["device"] | truth["host"])

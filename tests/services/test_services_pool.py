@@ -57,10 +57,12 @@ def test_kv_formats_a_gpu_has_no_kernels_for(kv_dtype: str, skipped: tuple[int, 
 @pytest.mark.parametrize(
     "tier", [{"host_cache_bytes": 1}, {"disk_cache_dir": "x"}, {"redis_url": "redis://x"}]
 )
-def test_there_are_no_tiers_below_a_gpu(tier: dict[str, Any]) -> None:
+def test_there_are_no_tiers_below_several_gpus(tier: dict[str, Any]) -> None:
     check_settings(settings(**tier), LAYOUT, CPU)
+    check_settings(settings(**tier), LAYOUT, torch.device("cuda"))
     with pytest.raises(ConfigError, match="--host-cache-bytes"):
-        check_settings(settings(**tier), LAYOUT, torch.device("cuda"))
+        several = settings(**tier, tensor_parallel_size=3, transport="collective")
+        check_settings(several, LAYOUT, torch.device("cuda"))
 
 
 def test_blocks_on_a_gpu_do_not_move_over_shm() -> None:
