@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from core.errors import InvalidParameter, PayloadTooLarge, RequestError
 from services.router import schemas
+from services.router.body import UNKNOWN_NAME
 from services.router.headers import header
 from services.router.schemas import GenerationBody
 
@@ -113,12 +114,12 @@ def _without_no_effect(values: dict[str, Any]) -> dict[str, Any]:
 def _translated(error: ValidationError) -> InvalidParameter:
     first = error.errors(include_url=False, include_input=False)[0]
     where = first["loc"]
-    if first["type"] == schemas.UNKNOWN_NAME and "ctx" in first:
+    if first["type"] == UNKNOWN_NAME and "ctx" in first:
         where = (*where, first["ctx"]["name"])
     param = str(where[0])[:64] if where else None
     if first["type"] == "missing":
         return InvalidParameter(f"{_path(where)} is missing", param=param)
-    if first["type"] == schemas.UNKNOWN_NAME:
+    if first["type"] == UNKNOWN_NAME:
         return InvalidParameter(f"{_path(where)[:64]} is not a parameter that is supported here", param=param)
     return InvalidParameter(f"{_path(where)}: {first['msg'][:1].lower()}{first['msg'][1:]}", param=param)
 

@@ -24,7 +24,7 @@ async def planned(
 ) -> list[tuple[tuple[bytes, ...], Plan]]:
     """Hashes of the full blocks and a plan for each prompt; it sees the load that those before it bring.
 
-    Others get their turn between two prompts. Raises RequestError or Unavailable, before any worker is touched.
+    Others get their turn between two prompts. Raises RequestError or Unavailable.
     """
     _, fleet = router.serving()
     plans: list[tuple[tuple[bytes, ...], Plan]] = []

@@ -4,25 +4,19 @@ Three parameters of OpenAI's API are accepted and have no effect here, since not
 nobody is tracked: `user`, `metadata`, `store`. Parameters we do not support are accepted with the
 values that ask for nothing (`parse.NO_EFFECT`) and refused by name otherwise. `null` means absent.
 
-Checking stops at what is wrong first (`fail_fast`, `_named`): a list of all that is wrong with a body of many
+Checking stops at what is wrong first (`fail_fast`, `Body`): a list of all that is wrong with a body of many
 megabytes takes seconds, in which nobody else would be served.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from planning.fair_queue import MAX_PRIORITY, MIN_PRIORITY
+from services.router.body import Body
 
 MAX_CHOICES = 64
 MAX_PROMPTS = 128
@@ -59,32 +53,6 @@ PromptForms = (
 )
 StopForms = Stop | Stops
 BiasForms = Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)]
-
-
-UNKNOWN_NAME = "unknown_name"
-"""The kind of a pydantic error whose context has the `name`."""
-
-
-class Body(BaseModel):
-    """No coercion, no unknown names, null = absent."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-    names: ClassVar[frozenset[str]]
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        cls.names = frozenset(field.alias or name for name, field in cls.model_fields.items())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        given = {name: item for name, item in value.items() if item is not None}
-        unknown = next((name for name in given if name not in cls.names), None)
-        if unknown is not None:
-            raise PydanticCustomError(UNKNOWN_NAME, "{name} is no parameter", {"name": unknown})
-        return given
 
 
 def _one_or_many(value: Any) -> Any:

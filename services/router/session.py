@@ -160,19 +160,19 @@ class Session:
         retry_s = FIRST_RETRY_S
         while True:
             await reachable.wait()
-            self._is_up(True)
+            self._went(True)
             cause = Cause.LEFT  # also where nobody looks for its address any more
             try:
                 ended = await self._stream()
                 cause = Cause.LEFT if isinstance(ended, (Unavailable, Overloaded)) else Cause.DIED
             finally:
-                self._is_up(False)
+                self._went(False)
                 self._drop_all(cause)
             logger.warning("session.lost", worker=self.worker_id, reason=ended.message)
             retry_s = FIRST_RETRY_S if self._heard else min(2 * retry_s, LONGEST_RETRY_S)
             await asyncio.sleep(retry_s)
 
-    def _is_up(self, up: bool) -> None:
+    def _went(self, up: bool) -> None:
         self.up = up
         self._tell(up)
 

@@ -57,8 +57,9 @@ def test_kind_and_reason(tokens, prefill, forced, kind, reason):
     ("prefill", "why"), [((), "ready"), ((OTHER_P,), "fingerprint"), ((SMALL_P,), "pool")]
 )
 def test_forced_disaggregated_without_a_usable_prefill_worker_says_why(prefill, why):
-    with pytest.raises(Unavailable, match=why):
+    with pytest.raises(Unavailable, match=why) as caught:
         decide(100, FleetView((D,), prefill), Forced.DISAGGREGATED)
+    assert caught.value.retry_after_s is None, "nothing says that it will be possible soon"
 
 
 def test_prompt_logprobs_are_local_and_contradict_a_forced_handoff():

@@ -238,6 +238,7 @@ async def test_a_worker_that_is_no_longer_discovered_is_followed_to_its_end():
     found = Told(a.address, b.address)
     async with following(found, a, b) as fleet:
         await until(lambda: decoding(fleet) == {a.incarnation, b.incarnation})
+        session = fleet.session(b.incarnation)
         found.say()
         found.say("127.0.0.1:9")  # nobody is there; it shows that the one before was taken over
         await until(lambda: "127.0.0.1:9" in fleet.roster.members)
@@ -248,6 +249,7 @@ async def test_a_worker_that_is_no_longer_discovered_is_followed_to_its_end():
         found.say(b.address)
         await until(lambda: fleet.roster.members.keys() == {b.address})
         assert decoding(fleet) == {b.incarnation}
+        assert fleet.session(b.incarnation) is session
         assert b.watches == 1
 
 
