@@ -60,8 +60,8 @@ def test_kv_formats_a_gpu_has_no_kernels_for(kv_dtype: str, skipped: tuple[int, 
 def test_there_are_no_tiers_below_several_gpus(tier: dict[str, Any]) -> None:
     check_settings(settings(**tier), LAYOUT, CPU)
     check_settings(settings(**tier), LAYOUT, torch.device("cuda"))
+    several = settings(**tier, tensor_parallel_size=3, transport="collective")
     with pytest.raises(ConfigError, match="--host-cache-bytes"):
-        several = settings(**tier, tensor_parallel_size=3, transport="collective")
         check_settings(several, LAYOUT, torch.device("cuda"))
 
 
