@@ -115,7 +115,7 @@ class TestADecodeWorkerLeaves:
         d = max(both, key=lambda worker: worker.stats()["running"])
         d.ask_to_stop()
         assert d.wait_end(10) == 0
-        assert '"event": "worker.cut"' in d.log.read_text()
+        assert '"event":"worker.cut"' in d.log.read_text()
         assert all(matches_gold(stream.name, stream.ids(), STREAMED) for stream in streams)
 
     @pytest.mark.slow
