@@ -90,7 +90,7 @@ class Child:
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        self.ready, self.last_words = False, ""
+        self.ready, self.last_words, self.body = False, "", {}
         self._starts.append(time.monotonic())
         self._process = subprocess.Popen(
             [sys.executable, "-m", "services.cli", *self._arguments],

@@ -178,8 +178,8 @@ class _Launcher:
         limit_s = self._settings.shutdown_grace_s + self._settings.drain_timeout_s + 5.0
         for group, number in (([self._router], self._asked_by), (self._workers, signal.SIGINT)):
             deadline = time.monotonic() + limit_s
-            for child in group:  # one that has no handlers yet would answer SIGINT with a traceback
-                child.send(number if child.ready else signal.SIGTERM)
+            for child in group:  # one that never answered may have no handlers yet: SIGINT gives a traceback
+                child.send(number if child.body else signal.SIGTERM)
             for child in group:
                 child.wait(max(0.1, deadline - time.monotonic()))
 
