@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("nixl")
+# Not imported here: its libraries read how much they log only once, and the process is shared.
+pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
 _LISTENERS = """
 import psutil
