@@ -6,9 +6,9 @@
 Only a worker that ended, or whose step raised, under a request speaks against it, and only as long as the
 request has not got on since: PROGRESS_TOKENS new tokens on one worker take it all back, and a life that turns
 out to go on (its connection was cut, or it was only stopped) does not count. Two such workers make the
-request poisoned. One that refuses, drains or is full says nothing about it. Requests that stand beside a
-poisoned one on both workers, and get on too little on the second, cannot be told from it; every other one
-is spared.
+request poisoned; where they only seem to have ended, DOUBT_S passes first. One that refuses, drains or is full
+says nothing about it. Requests that stand beside a poisoned one on both workers, and get on too little on the
+second, cannot be told from it; every other one is spared.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ PROGRESS_TOKENS = 16
 AVOID_S = 1.0
 """How long a worker that lost or refused a request is not asked again by it: until then its State has
 come, or its connection has ended."""
+
+DOUBT_S = 3.0
+"""How long a request waits for a sign of life of workers that seem to have ended with it: after a cut, the
+router is connected again within a second or so."""
 
 
 class Cause(StrEnum):
@@ -103,12 +107,16 @@ def after(tries: Tries, incarnation: str, cause: Cause, new_tokens: int, now: fl
     )
 
 
-def denial(tries: Tries, alive: Collection[str], max_resumes: int) -> Denial | None:
-    """Why a request with these tries does not go on. `alive`: of those that ended, the ones that
-    turned out to go on."""
-    if len(tries.faulty | tries.ended.difference(alive)) >= MAX_DEATHS:
+def denial(tries: Tries, max_resumes: int) -> Denial | None:
+    """Why a request with these tries does not go on, whatever becomes of the workers that ended."""
+    if len(tries.faulty) >= MAX_DEATHS:
         return Denial.POISONED
     return Denial.LIMIT if tries.resumes > max_resumes else None
+
+
+def is_suspect(tries: Tries, alive: Collection[str]) -> bool:
+    """Whether enough workers ended with it, or raised. `alive`: of those that ended, the ones that go on."""
+    return len(tries.faulty | tries.ended.difference(alive)) >= MAX_DEATHS
 
 
 def is_worth_waiting(cause: Cause, has_tokens: bool, others_expected: bool) -> bool:

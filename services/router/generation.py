@@ -161,6 +161,8 @@ class Generation:
     def _goes_on(self, each: Stranded) -> bool:
         """Whether a worker was found for it. Raises what it was lost to once none is looked for any more."""
         part, now, before = each.part, monotonic(), each.part.plan
+        if not recovery.may_go_on(self._router, each, now):
+            return False
         avoid = part.tries.avoided(now)
         try:
             part.plan = replanned(self._router, self._body, part, avoid, self._forced, self._targets)

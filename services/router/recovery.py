@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from core import log
 from core.errors import BatonError, RequestPoisoned
-from planning.recovery import Cause, Denial, Resume, after, denial, is_worth_waiting
+from planning.recovery import DOUBT_S, Cause, Denial, Resume, after, denial, is_suspect, is_worth_waiting
 from services.router.part import Part
 from services.router.router import Router
 from services.router.session import Lost
@@ -19,11 +19,13 @@ logger = log.get("router.recovery")
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """A part that nobody works on. `until`: how long it looks for a worker, on the router's clock."""
+    """A part that nobody works on. `since`, `until`: when it was lost, and how long it looks for a worker, on
+    the router's clock."""
 
     part: Part
     error: BatonError
     cause: Cause
+    since: float
     until: float
 
 
@@ -31,18 +33,29 @@ def stranded(router: Router, part: Part, lost: Lost, now: float) -> Stranded:
     """What is to go on elsewhere. Raises what ends the request: `lost.error`, or RequestPoisoned."""
     if lost.cause is None:
         raise lost.error
-    _, fleet = router.serving()
     incarnation = part.plan.decode.incarnation
     part.session = None
     part.tries = after(part.tries, incarnation, lost.cause, part.num_tokens - part.num_before, now)
-    alive = {each for each in part.tries.ended if each != incarnation and fleet.works(each)}
-    why_not = denial(part.tries, alive, router.settings.max_resumes)
+    why_not = denial(part.tries, router.settings.max_resumes)
     # The first is its own, see planning.retry_budget.
     if why_not is None and part.tries.resumes > 1 and not router.retries.spend(now):
         why_not = Denial.BUDGET
     if why_not is not None:
         raise denied(router, part, lost.error, why_not)
-    return Stranded(part, lost.error, lost.cause, now + router.settings.resume_timeout_s)
+    return Stranded(part, lost.error, lost.cause, now, now + router.settings.resume_timeout_s)
+
+
+def may_go_on(router: Router, each: Stranded, now: float) -> bool:
+    """Whether a part may be sent to another worker; False as long as two that seem to have ended with it may
+    yet show a sign of life. Raises RequestPoisoned."""
+    _, fleet = router.serving()
+    tries = each.part.tries
+    alive = {life for life in tries.ended - tries.avoided(now) if fleet.works(life)}
+    if not is_suspect(tries, alive):
+        return True
+    if now < min(each.since + DOUBT_S, each.until):
+        return False
+    raise denied(router, each.part, each.error, Denial.POISONED)
 
 
 def may_wait(router: Router, each: Stranded, now: float) -> bool:

@@ -27,6 +27,7 @@ from planning.recovery import (
     after,
     cause_of,
     denial,
+    is_suspect,
     is_worth_waiting,
 )
 from planning.retry_budget import FLOOR, SHARE, WINDOW_S, RetryBudget
@@ -88,11 +89,19 @@ def test_what_a_failure_means(error: BatonError, cause: Cause | None) -> None:
     ],
 )
 def test_who_goes_on(tries: list[tuple[str, Cause, int]], alive: list[str], why_not: Denial | None) -> None:
-    assert denial(met(*tries), alive, max_resumes=3) is why_not
+    been = met(*tries)
+    assert is_suspect(been, alive) == (why_not is Denial.POISONED)
+    if why_not is not Denial.POISONED:
+        assert denial(been, max_resumes=3) is why_not
+
+
+def test_two_faults_need_no_second_look() -> None:
+    assert denial(met(("a", FAULT, 0), ("b", FAULT, 0)), max_resumes=3) is Denial.POISONED
+    assert denial(met(("a", FAULT, 0), ("b", DIED, 0)), max_resumes=3) is None
 
 
 def test_no_resumes_at_all() -> None:
-    assert denial(met(("a", DIED, 0)), [], max_resumes=0) is Denial.LIMIT
+    assert denial(met(("a", DIED, 0)), max_resumes=0) is Denial.LIMIT
 
 
 def test_where_it_is_not_sent_again() -> None:

@@ -413,3 +413,17 @@ async def test_a_cut_connection_to_the_only_worker(stack_of):
         choices, _ = await asked
         assert choices[0][1] == IDS[:12]
         assert [request.epoch for request in stack.worker.starts] == [0, 1]
+
+
+async def test_two_connections_that_were_cut_poison_nobody(stack_of):
+    """Both lives turn out to go on, which takes a second or so to know."""
+    script = Stalls(3, tries=2)
+    async with stack_of(script, decode=2) as stack:
+        asked = asyncio.create_task(ask(stack, True))
+        for cut in (1, 2):
+            await stack.until(lambda cut=cut: len(script.stalled) == cut)
+            running(stack).say(TokenDelta(script.stalled[-1].request_id, 0, (), (), "paused"))
+        choices, usage = await asyncio.wait_for(asked, 10)
+        assert (choices[0][1], usage.completion_tokens) == (IDS[:12], 12)
+    assert count(stack, "baton_poisoned_total") == 0
+    assert count(stack, 'baton_resumes_total{reason="worker_died"}') == 2
