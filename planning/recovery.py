@@ -4,11 +4,11 @@
                                                             `---> why it ends
 
 Only a worker that ended, or whose step raised, under a request speaks against it, and only as long as the
-request has not got on since: PROGRESS_TOKENS new tokens on one worker take it all back, and a life that turns
-out to go on (its connection was cut, or it was only stopped) does not count. Two such workers make the
-request poisoned; where they only seem to have ended, DOUBT_S passes first. One that refuses, drains or is
-full says nothing about it. Requests that stand beside a poisoned one on both workers, and get on too little on the
-second, cannot be told from it; every other one is spared.
+request has not got on since: PROGRESS_TOKENS new tokens on one worker take it all back, and a life that
+turns out to go on (its connection was cut, or it was only stopped) does not count. Two such workers make
+the request poisoned; where they only seem to have ended, DOUBT_S passes first. One that refuses, drains or
+is full says nothing about it. Requests that stand beside a poisoned one on both workers, and get on too
+little on the second, cannot be told from it; every other one is spared.
 """
 
 from __future__ import annotations
