@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import orjson
 import pytest
+from answering_server import AnsweringServer, answering
 from request_records import answered
 
 from planning.plan import Reason
@@ -21,36 +20,6 @@ from services.router.record_summary import summarize
 RECORD = describe(answered("mine"))
 
 
-class Routerlike(HTTPServer):
-    """`answers`: status and body by path; `asked`: paths with the key that was sent."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, tuple[int, bytes]] = {}
-        self.asked: list[tuple[str, str | None]] = []
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Routerlike
-
-    def do_GET(self) -> None:
-        self.server.asked.append((self.path, self.headers.get("Authorization")))
-        status, body = self.server.answers.get(self.path, (404, b"not a router"))
-        self.send_response(status)
-        if status == 302:
-            self.send_header("Location", body.decode())
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
 def unconfigured_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later tests would log to this one's captured stderr, which is closed by then."""
@@ -58,13 +27,9 @@ def unconfigured_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def router() -> Iterator[Routerlike]:
-    with Routerlike() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+def router() -> Iterator[AnsweringServer]:
+    with answering((404, b"not a router")) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def explain(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -120,7 +85,7 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(router, capsys
     refusal = {"error": {"message": "the API key is wrong", "type": "", "param": None, "code": ""}}
     router.answers["/v1/requests/mine"] = 401, orjson.dumps(refusal)
     status, _, err = explain(capsys, "mine", "--router", router.url)
-    assert (status, router.asked) == (1, [("/v1/requests/mine", "Bearer secret")])
+    assert (status, router.asked) == (1, [("/v1/requests/mine", "Bearer secret", b"")])
     assert "401: the API key is wrong; here it comes from BATON_API_KEY" in err
     router.answers["/v1/requests/mine"] = 302, f"{router.url}/elsewhere".encode()
     status, _, err = explain(capsys, "mine", "--router", router.url)
